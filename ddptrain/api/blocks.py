@@ -19,6 +19,7 @@ class Blocks(EpochOrder):
     """Samples 0, 1, ... lie in blocks, in this order.
 
     sizes: int64 (blocks,), samples of each, 1 or more. window: blocks whose samples are shuffled together.
+    A `Data` that orders its samples so has both in its identity, so that a resume with others is refused.
     """
 
     sizes: Tensor

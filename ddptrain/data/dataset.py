@@ -1,5 +1,6 @@
 """Any map-style dataset as a recipe's data: torchvision's, Hugging Face's, or a class of one's own."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
@@ -52,9 +53,9 @@ class _Part:
     def only(self, indices: Sequence[int]) -> "_Part":
         return _Part(self._dataset, [self._ids[index] for index in indices], self._key)
 
-    def fingerprints(self) -> Iterator[bytes]:
-        """What tells each sample from others, without reading it."""
-        return of_samples(self._dataset, self._ids)
+    def fingerprints(self) -> list[bytes]:
+        """A hash of what tells each sample from others, without reading it."""
+        return [hashlib.sha256(fact).digest() for fact in of_samples(self._dataset, self._ids)]
 
 
 @final
@@ -139,15 +140,19 @@ class DatasetData(Data):
 
     def prepare(self, world: World, seed: int) -> None:
         workers, parts = worker_count(self._workers, world), self._parts()
+        # of each rank's own objects, for a random split may differ; before a sample is read, which some keep
+        facts = [part.fingerprints() for part in parts]
         skipped: list[str] = []
         if self._on_error == "skip":
-            (readable_train, broken), (readable_valid, broken_valid) = (
-                _readable(world, name, part, seed, workers)
-                for name, part in zip(("training", "validation"), parts, strict=True)
+            names = ("training", "validation")
+            kept, broken = zip(
+                *(_readable(world, *of, seed, workers) for of in zip(names, parts, strict=True)), strict=True
             )
-            parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
+            facts = [[of[i] for i in ids] for of, ids in zip(facts, kept, strict=True)]
+            train_part, valid_part = (part.only(ids) for part, ids in zip(parts, kept, strict=True))
+            parts, skipped = (train_part, valid_part), [*broken[0], *broken[1]]
             tell(skipped)
-        identity = self._digest(*parts)  # of each rank's own objects: a random split may differ
+        identity = digest([repr((self._classes, *map(len, facts))).encode(), *facts[0], *facts[1]])
         train, valid = self._samples(parts, seed)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
@@ -166,10 +171,6 @@ class DatasetData(Data):
             return _Part(self._dataset, everything), valid
         train_ids, valid_ids = held_out.split(everything)
         return _Part(self._dataset, train_ids), _Part(self._dataset, valid_ids)
-
-    def _digest(self, train: _Part, valid: _Part) -> str:
-        facts = [repr((self._classes, len(train), len(valid))).encode()]
-        return digest([*facts, *train.fingerprints(), *valid.fingerprints()])
 
     @property
     def _ready(self) -> _Prepared:
@@ -229,10 +230,12 @@ class DatasetData(Data):
         )
 
 
-def _readable(world: World, name: str, part: _Part, seed: int, workers: int) -> tuple[_Part, Sequence[str]]:
-    """The samples that can be read, and a line for each other one."""
+def _readable(
+    world: World, name: str, part: _Part, seed: int, workers: int
+) -> tuple[list[int], Sequence[str]]:
+    """The indices of the samples that can be read, and a line for each other one."""
     ids, lines = readable(world, name, len(part), Samples(part, seed=seed).check, workers)
-    return part.only(ids.tolist()), lines
+    return ids.tolist(), lines
 
 
 def collated(samples: list[Any]) -> Batch:

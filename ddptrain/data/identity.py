@@ -63,6 +63,8 @@ def of_samples(dataset: Any, ids: Sequence[int]) -> Iterator[bytes]:
         value for value in map(_listed, {id(value): value for value in known}.values()) if value is not None
     ]
     lists = [value for value in [*lists, *_of_rows(dataset)] if len(value) == len(dataset)]
+    # what has gaps is filled while samples are read: no fact of theirs
+    lists = [value for value in lists if not (isinstance(value, list) and any(v is None for v in value))]
     for i in ids:
         yield b" ".join(_plain(value[i], len(ids)) for value in lists) if lists else b"%d" % i
 

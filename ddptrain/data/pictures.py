@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UserError
-from ddptrain.text import first_few, fonts_for
+from ddptrain.text import counted, first_few, fonts_for
 
 log = logging.getLogger("ddptrain")
 
@@ -83,11 +83,27 @@ def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS, beside: Sequence
     """The files in and below a folder with one of these endings, sorted. Of the others the log says how many
     there are, but for those with an ending of ``beside``; hidden ones, and those in hidden folders, are
     none."""
-    names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    visible: list[Path] = []
+    for here, inner, names in os.walk(folder, onerror=_refuse):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        note_links(here, inner)
+        paths = [Path(here, name) for name in names if not name.startswith(".")]
+        # a link that leads nowhere is a picture that is missing, which reading it says
+        visible += [path.relative_to(folder) for path in paths if path.is_file() or path.is_symlink()]
     others = [str(name) for name in visible if name.suffix.lower() not in (*endings, *beside)]
     note_not_read(folder, others, endings)
     return sorted(folder / name for name in visible if name.suffix.lower() in endings)
+
+
+def note_links(folder: str, inner: Sequence[str]) -> None:
+    """Log which of the folders in one are links, if any are: `os.walk` does not follow them."""
+    if links := sorted(name for name in inner if os.path.islink(os.path.join(folder, name))):
+        shown = first_few(links, 3)
+        log.warning("note       %s: %s not followed: %s", folder, counted(len(links), "linked folder"), shown)
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"{error.filename}: can't be read ({error.strerror}).", everywhere=False) from error
 
 
 def note_not_read(folder: object, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> None:

@@ -82,13 +82,8 @@ def read_by_workers(
 ) -> Iterator[Any]:
     """A batch for each list of keys, by the dataset's ``__getitems__``, on the device.
 
-    A UserError that it returns, for a broken file, is raised here. A list of one is read in this process: to
-    start a worker takes a second.
+    A UserError that it returns, for a broken file, is raised here.
     """
-    if workers and isinstance(keys, list) and len(keys) == 1:
-        # a copy, as a worker would have it: a file that a dataset opens when it is first read, and keeps
-        # open, could not be sent to workers later
-        dataset, workers = pickle.loads(ForkingPickler.dumps(dataset)), 0
     return on_device(_when_asked(_loader(dataset, keys, workers, device)), device)
 
 
@@ -104,11 +99,19 @@ class KeptLoader:
         self._loader: DataLoader[Any] | None = None
         self._in_use = False
         """Batches have been asked for, and not been read to their end."""
+        self._copy: Dataset[Any] | None = None
+        """As a worker has it: a file that a dataset opens when it is first read, and keeps open, could not be
+        sent to workers later."""
 
     def batches(self, keys: Iterable[list[Any]]) -> Iterator[Any]:
         """The processes begin to read at once if ``keys`` is a list, else when the first batch is asked for.
-        While they are in use others are started."""
-        if not self._workers or self._in_use or (isinstance(keys, list) and len(keys) == 1):
+        While they are in use others are started. A list of one is read in this process: to start a worker
+        takes a second."""
+        if self._workers and isinstance(keys, list) and len(keys) == 1:
+            if self._copy is None:
+                self._copy = pickle.loads(ForkingPickler.dumps(self._dataset))
+            return read_by_workers(self._copy, keys, 0, self._device)
+        if not self._workers or self._in_use:
             return read_by_workers(self._dataset, keys, self._workers, self._device)
         self._in_use = True
         if self._loader is None:

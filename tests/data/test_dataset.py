@@ -338,3 +338,26 @@ def test_torchvisions_own_by_its_name(tmp_path: Path) -> None:
     predicted = ddptrain(tmp_path, "predict run=run source=.")
     assert predicted.code == ExitCode.USER_ERROR
     assert "predict: reads picture files, and how DatasetData makes" in predicted.err
+
+
+class Remembering(Noisy):
+    """Keeps what it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = [None] * len(self)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.kept[index] is None:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("looked_at", [0, 5])
+def test_what_a_dataset_has_read_is_no_other_data(on_error: str, looked_at: int) -> None:
+    """Or a run that goes on is refused, for it was trained on other files."""
+    dataset = Remembering()
+    for i in range(looked_at):
+        dataset[i]
+    assert prepared(dataset, on_error=on_error).identity == prepared(Remembering()).identity

@@ -147,3 +147,24 @@ def test_what_does_not_fit_on_the_page_is_in_the_text(tmp_path: Path) -> None:
     assert (tmp_path / "seen/mistakes.txt").read_text().count("doubled: ") == 78
     assert "and 18 more, in mistakes.txt" in (tmp_path / "seen/index.html").read_text()
     assert isinstance(next(iter(find_mistakes(opened, 64))), Mistake)
+
+
+def test_copies_are_found_among_hundreds_that_look_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Frames of one camera: of such only the first 200 are compared, but for exact copies."""
+    generator = torch.Generator().manual_seed(0)
+    for part, ids in (("train", range(204)), ("val", range(300, 303))):
+        for i in ids:
+            rows = torch.randint(0, 60, (64, 1), generator=generator) + 2 * torch.arange(64)
+            file = tmp_path / "images" / part / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rows.to(torch.uint8).numpy()).save(file)
+            label(tmp_path, part, i, SOUND)
+    (tmp_path / "images/val/302.png").write_bytes((tmp_path / "images/train/99.png").read_bytes())
+    described = {"train": "images/train", "val": "images/val", "names": ["cat", "dog"]}
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(described))
+    (found,) = mistakes(tmp_path)
+    assert found[0] == "in both parts"
+    assert found[1] == "train: images/train/99.png = val: images/val/302.png"
+    assert "207 pictures look so much alike" in caplog.text

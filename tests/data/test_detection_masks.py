@@ -248,3 +248,13 @@ def test_other_masks_are_other_data(tmp_path: Path) -> None:
 def test_layouts_of_boxes_alone_are_not_written(layout: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"data.source.masks=true: layout={layout} holds boxes alone"):
         list(made().write(tmp_path / "out", layout))
+
+
+def test_a_polygon_that_encloses_no_pixel_is_told(tmp_path: Path) -> None:
+    """There and back again: a wide box with nothing in it."""
+    file = yolo_set(tmp_path)
+    for part, i in (("train", 0), ("train", 1), ("train", 2), ("val", 0)):
+        label(tmp_path, part, i, "1 0.1 0.1 0.9 0.1 0.5 0.8\n")
+    label(tmp_path, "train", 1, "1 0.1 0.1 0.6 0.7 0.1 0.1\n")
+    message = refusal(YoloFiles(str(file), masks=True))
+    assert "1.txt, line 1: polygon 0.1 0.1 0.6 0.7 0.1 0.1 ...: encloses no pixel of the image" in message

@@ -193,3 +193,11 @@ def test_another_kind_of_file_is_refused(path: str) -> None:
             UserError, match=rf"data\.source\.path={path}: there is no .* must name a data\.yaml"
         ):
             source.open(NOWHERE)
+
+
+def test_what_lies_in_hidden_folders_is_no_label(tmp_path: Path) -> None:
+    """What notebooks leave there."""
+    file = yolo_set(tmp_path)
+    (tmp_path / "labels/train/.ipynb_checkpoints").mkdir()
+    (tmp_path / "labels/train/.ipynb_checkpoints/3-checkpoint.txt").write_text(ONE_BOX)
+    assert len(YoloFiles(str(file)).open(NOWHERE).train) == 3

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from ddptrain.data.images.folder import FolderSplit, ImageFolder
+from ddptrain.data.pictures import pictures_in
 from ddptrain.errors import UserError
 
 
@@ -171,3 +172,17 @@ def test_mistakes_get_one_message_that_names_the_folder(tmp_path: Path, mistake:
     with pytest.raises(UserError, match=message) as raised:
         opened(tmp_path / root)
     assert "\n" not in str(raised.value)
+
+
+def test_links_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A linked folder is not followed, which the log says; a link that leads nowhere is a missing picture."""
+    for folder in ("set/a", "elsewhere", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "1.png").touch()
+    (tmp_path / "set/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set/.c").symlink_to(tmp_path / ".hidden")
+    (tmp_path / "set/a/2.png").symlink_to(tmp_path / "annexed")
+    caplog.set_level("INFO")
+    assert pictures_in(tmp_path / "set") == [tmp_path / "set/a/1.png", tmp_path / "set/a/2.png"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"note       {tmp_path / 'set'}: 1 linked folder not followed: b"

@@ -165,3 +165,18 @@ def test_an_evaluation_is_asked_for_before_the_steps_ahead_of_it(tmp_path: Path)
     fit.train(fit.task(fit.make_model), data, World(), tmp_path)
     rehearsal = ["step", "ask", "read"]
     assert data.notes == [*rehearsal, "ask", "step", "read", "ask", "step", "step", "read"]
+
+
+class CountedCopies(Told):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        with (self.folder / "copies").open("a") as file:
+            file.write("x")
+
+
+def test_one_batch_is_read_here_of_one_copy(tmp_path: Path) -> None:
+    """Of a set in memory a copy for each evaluation would cost as much as the training."""
+    loader = KeptLoader(CountedCopies(tmp_path), 1, CPU)
+    for _ in range(3):
+        assert read(loader.batches(KEYS[:1])) == (KEYS[:1], {os.getpid()})
+    assert (tmp_path / "copies").read_text() == "x"

@@ -1,6 +1,7 @@
 """What is likely wrong with the labels of a set, before a training: as text, and as a page of pictures."""
 
 import html
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +17,8 @@ from ddptrain.data.detection.source import DetectionSet, Scenes
 from ddptrain.data.pictures import claim
 from ddptrain.errors import UserError
 from ddptrain.text import counted
+
+log = logging.getLogger("ddptrain")
 
 _SAME_OBJECT = 0.9
 """IoU from which two boxes are taken for one object's."""
@@ -177,6 +180,15 @@ def _alike(thumbs: Sequence[Tensor]) -> list[tuple[int, int]]:
             part = bits[band::_BANDS]
             buckets[band, sum(bit << k for k, bit in enumerate(part))].append(i)
     candidates = {pair for alike in buckets.values() for pair in combinations(alike[:_MOST_ALIKE], 2)}
+    if (most := max(map(len, buckets.values()), default=0)) > _MOST_ALIKE:
+        log.warning(
+            "note       %d pictures look so much alike that, but for exact copies, only the first %d of them"
+            " were compared with each other", most, _MOST_ALIKE,
+        )  # fmt: skip
+    first_of: dict[bytes, int] = {}
+    for i in sorted({i for alike in buckets.values() for i in alike}):
+        first = first_of.setdefault(thumbs[i].numpy().tobytes(), i)
+        candidates |= {(first, i)} if first != i else set()
     return [pair for pair in sorted(candidates) if _difference(*(thumbs[i] for i in pair)) <= _CLOSE]
 
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
-from ddptrain.data.detection.run_lengths import of_json, touches
+from ddptrain.data.detection.run_lengths import fills, of_json
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
@@ -18,7 +18,6 @@ from ddptrain.text import parse_json
 
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
 _ROUNDING = (1.0, 1.0)
-_LEAST_FILLED = 2  # Pixels of a box's side; a polygon within less may enclose the middle of none
 _TRIED = 20  # Images looked for to find their folder: some may be missing
 _EXPECTED = "the JSON of a set's instances, in COCO's format"
 
@@ -252,8 +251,7 @@ def _labelled(
 def _with_mask(row: Row, entry: dict[str, Any], picture: ImageFile) -> Row:
     size = picture.height, picture.width
     mask = of_json(entry.get("segmentation"), *size)
-    x1, y1, x2, y2 = row.box
-    if min(x2 - x1, y2 - y1) >= _LEAST_FILLED and not touches(mask, row.box, *size):
+    if not fills(mask, row.box, *size):
         raise UserError(f"segmentation: has no pixel within bbox {json.dumps(entry['bbox'])}")
     return row._replace(mask=mask)
 

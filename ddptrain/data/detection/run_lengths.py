@@ -15,6 +15,9 @@ _RULE = (
     " [height, width], counts}"
 )
 
+_LEAST_FILLED = 2
+"""Pixels of a box's side; a polygon within less may enclose the middle of none."""
+
 
 @final
 class PackedMasks(Sequence[bytes]):
@@ -81,10 +84,12 @@ def area(mask: bytes, height: int, width: int) -> int:
     return int(library.area(as_json(mask, height, width)))
 
 
-def touches(mask: bytes, box: Sequence[float], height: int, width: int) -> bool:
-    """Whether it has a pixel within a box, x1, y1, x2, y2."""
+def fills(mask: bytes, box: Sequence[float], height: int, width: int) -> bool:
+    """Whether it has a pixel within a box, x1, y1, x2, y2, or that is so small that it need not have one."""
     from faster_coco_eval.core import mask as library
 
+    if min(box[2] - box[0], box[3] - box[1]) < _LEAST_FILLED:
+        return True
     x, y, wide, tall = library.toBbox(as_json(mask, height, width))
     beside = x >= box[2] or x + wide <= box[0] or y >= box[3] or y + tall <= box[1]
     return bool(wide and tall and not beside)

@@ -11,7 +11,7 @@ from typing import Any, final
 from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
-from ddptrain.data.detection.run_lengths import of_polygons
+from ddptrain.data.detection.run_lengths import fills, of_polygons
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import ENDINGS, pictures_in
@@ -166,8 +166,10 @@ def _read_list(file: Path, problems: Problems) -> list[Path]:
 
 def _report_orphans(folder: Path, images: Sequence[Path], problems: Problems) -> None:
     expected = {_label_file(image) for image in images}
-    for label in sorted(_label_file(folder / "any").parent.rglob("*.txt")):
-        if label not in expected and label.name not in _NO_LABELS and not label.name.startswith("."):
+    place = _label_file(folder / "any").parent
+    for label in sorted(place.rglob("*.txt")):
+        is_hidden = any(part.startswith(".") for part in label.relative_to(place).parts)
+        if label not in expected and label.name not in _NO_LABELS and not is_hidden:
             problems.add(f"{label}: there is no image for these labels under {folder}.")
 
 
@@ -225,7 +227,10 @@ def _row(fields: list[str], picture: ImageFile, layout: _Layout, masks: bool) ->
     slack = (_ROUNDING * picture.width, _ROUNDING * picture.height)
     written = f"box {' '.join(fields[1:])}" if len(fields) == 5 else f"polygon {' '.join(fields[1:7])} ..."
     box = files.clipped(written, _in_pixels(values[1:], picture), picture, slack, _RULE)
-    return Row(box, int(values[0]), False, _mask(written, values[1:], picture) if masks else None)
+    mask = _mask(written, values[1:], picture) if masks else None
+    if mask is not None and not fills(mask, box, picture.height, picture.width):
+        raise UserError(f"{written}: encloses no pixel of the image")
+    return Row(box, int(values[0]), False, mask)
 
 
 def _mask(written: str, values: list[float], picture: ImageFile) -> bytes:

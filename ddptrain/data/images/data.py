@@ -123,6 +123,10 @@ class ImageData(Data):
         opened = opened_set(self._source, self._root, self._on_error, world, workers)
         if self._models_normal:
             opened = opened.normalised_as(**self._models_normal)
+        # before a picture is read: a dataset of one's own may keep what it has read
+        identity = opened.identity
+        if not identity:
+            identity = opened.digest() if self._source.each_rank else once_a_node(world, opened.digest)
         classes, counts = tuple(opened.classes), opened.train.class_counts(len(opened.classes))
         unseen = (counts == 0).nonzero().flatten().tolist()
         if unseen:
@@ -145,9 +149,6 @@ class ImageData(Data):
         else:
             as_it_is = Samples(valid, stream=valid.stream)
             batches = Pipeline(samples, as_it_is, workers, world.device, self._on_device)
-        identity = opened.identity
-        if not identity:
-            identity = opened.digest() if self._source.each_rank else once_a_node(world, opened.digest)
         self._prepared = _Prepared(opened, samples, batches, identity)
 
     def _stored(self, opened: ImageSet, transforms: Transforms, world: World) -> tuple[Split, Split]:

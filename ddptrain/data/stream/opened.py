@@ -160,13 +160,13 @@ class Streamed:
 
     def open_as(self, kind: str) -> OpenedSet:
         """The same. Raises UserError for a set of another kind."""
-        opened = self.open()
-        if opened.kind != kind:
-            raise UserError(
-                f"data.source.url: holds a set of {opened.kind or 'another program'}, not of {kind}. Write"
-                " one by `python -m ddptrain write recipe=... layout=stream out=...`."
-            )
-        return opened
+        for key, (url, manifest, _) in zip(("url", "valid_url"), self._parts, strict=True):
+            if manifest.kind != kind:
+                raise UserError(
+                    f"data.source.{key}={shown(url)}: holds a set of {manifest.kind or 'another program'},"
+                    f" not of {kind}. Write one: python -m ddptrain write recipe=... layout=stream out=..."
+                )
+        return self.open()
 
     @cached_property
     def _parts(self) -> list[tuple[str, Manifest, Part]]:
@@ -252,10 +252,16 @@ class Streamed:
             samples = samples_of(file, range(count_of(file)), len(part.fields))
             return [_number(sample[label], part.int64_label) for sample in samples]
 
+        def learnt(i: int) -> tuple[Block, list[int]]:
+            try:
+                return cache.learn(i, look)
+            except UserError as error:
+                raise UserError(f"{part.blocks[i].key}: {error}", everywhere=error.everywhere) from error
+
         labels: list[int] = []
         blocks, said = [], time.monotonic()
         with ThreadPoolExecutor(_THREADS) as pool:
-            for known, block_labels in pool.map(lambda i: cache.learn(i, look), range(len(part.blocks))):
+            for known, block_labels in pool.map(learnt, range(len(part.blocks))):
                 labels += block_labels
                 blocks.append(known._replace(samples=len(block_labels)))
                 if time.monotonic() - said > _SAY_EVERY_S:
@@ -287,7 +293,7 @@ def _number(label: bytes, int64: bool) -> int:
     try:
         return int(struct.unpack("<q", label)[0]) if int64 else int(label)
     except (ValueError, struct.error):
-        raise UserError(f"data.source.url: a label is {label[:20]!r}; must be a whole number.") from None
+        raise UserError(f"a label is {label[:20]!r}; must be a whole number.", everywhere=False) from None
 
 
 def _fetch_column(store: Store, column: Mapping[str, Any], folder: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from ddptrain.data.pictures import note_links
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
@@ -133,6 +134,7 @@ def _files(path: Path, pattern: str, root: Path | None) -> list[Path]:
     left_out = set() if root is None else _left_out(path.resolve(), root.resolve())
     for folder, inner, names in os.walk(path, onerror=_raised):
         here = Path(folder)
+        note_links(folder, [name for name in inner if not name.startswith(".")])
         for name in [name for name in inner if (here / name).resolve() in left_out]:
             inner.remove(name)
             log.info("note       data: %s is left out: ddptrain keeps sets and tokens there", here / name)
