@@ -22,6 +22,8 @@ log = logging.getLogger("ddptrain")
 
 _MOST_CLASSES_LISTED = 100
 """More classes have no recall and precision of their own in the log files; the confusion matrix has all."""
+_MOST_IN_MATRIX = 2000
+"""Of 20,000 classes a matrix would have 3 GB, for each batch."""
 
 _NO_LABEL = -(2**31)
 """None is left out: torch would leave out those of -100, and they would count in the mean all the same."""
@@ -91,15 +93,19 @@ class ImageClassification(Task):
         except IndexError as error:
             check_range(error, classes)
             raise
-        cells = labels * classes + logits.argmax(dim=1)
-        # bincount would ask the device for the largest cell: a sync point
-        counts = cells.new_zeros(classes * classes).scatter_add_(0, cells, torch.ones_like(cells))
+        answers = logits.argmax(dim=1)
+        if classes <= _MOST_IN_MATRIX:
+            cells = _counted(labels * classes + answers, classes * classes)
+            counts = {"confusion": cells.view(classes, classes)}
+        else:
+            right = _counted(labels, classes, answers == labels)
+            counts = {
+                "right": right,
+                "actual": _counted(labels, classes),
+                "predicted": _counted(answers, classes),
+            }
         best_five = logits.topk(min(5, classes), dim=1).indices
-        return {
-            "loss": loss,
-            "confusion": counts.view(classes, classes),
-            "in_top5": (best_five == labels[:, None]).sum(),
-        }
+        return {"loss": loss, "in_top5": (best_five == labels[:, None]).sum(), **counts}
 
     def predict(self, model: nn.Module, source: str, out: str = "predictions", top: int = 3) -> Iterator[str]:
         """A line for each picture that ``source`` names (a file, a folder with those below, a pattern): the
@@ -143,9 +149,14 @@ class ImageClassification(Task):
         return deployed(self, model, self._data, batch)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        confusion, names = sums["confusion"].double(), self._data.outputs
-        right, count = confusion.diagonal(), int(confusion.sum())
-        actual, predicted = confusion.sum(dim=1), confusion.sum(dim=0)
+        names, figures = self._data.outputs, {}
+        if (confusion := sums.get("confusion")) is not None:
+            figures["confusion"] = ConfusionMatrix(confusion.tolist(), names)
+            of_classes = confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
+        else:
+            of_classes = sums["right"], sums["actual"], sums["predicted"]
+        right, actual, predicted = (counts.double() for counts in of_classes)
+        count = int(actual.sum())
         metrics = {"accuracy": int(right.sum()) / count}
         metrics["balanced_accuracy"] = float((right / actual).nanmean())  # NaN: no sample of the class
         if len(names) > 5:
@@ -162,5 +173,11 @@ class ImageClassification(Task):
                 " high or too low, or in BatchNorm statistics that lag behind the weights (its momentum)",
                 names[answers[0]],
             )
-        matrix = ConfusionMatrix(sums["confusion"].tolist(), names)
-        return Report(metrics, {"confusion": matrix})
+        return Report(metrics, figures)
+
+
+def _counted(places: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
+    """int64 (size,): how often each place comes; counts: which of them count."""
+    # bincount would ask the device for the largest place: a sync point
+    ones = torch.ones_like(places) if counts is None else counts.long()
+    return places.new_zeros(size).scatter_add_(0, places, ones)

@@ -8,6 +8,7 @@ from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.shapes import Shapes
+from ddptrain.recipes import image
 from ddptrain.recipes.image import ImageClassification
 
 
@@ -35,6 +36,22 @@ def test_the_confusion_matrix_is_a_loops() -> None:
     assert sums["confusion"].tolist() == slow
     assert sums["confusion"].dtype == torch.int64
     assert int(sums["in_top5"]) == in_top5
+
+
+def test_many_classes_are_counted_without_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the metrics are those of the matrix."""
+    data = ImageData(Shapes(), Augment())
+    data.load_metadata({"classes": list("abcdefg"), "shape": (32, 32, 3)}, World())
+    task = ImageClassification(nn.Identity, data)
+    draw = torch.Generator().manual_seed(0)
+    batch = torch.randn(500, 1, 3, 3, generator=draw), torch.randint(0, 5, (500,), generator=draw)
+    whole = task.report(task.evaluate(Said(), batch))
+    monkeypatch.setattr(image, "_MOST_IN_MATRIX", 6)
+    sums = task.evaluate(Said(), batch)
+    assert max(value.numel() for value in sums.values()) == 7
+    counted = task.report(sums)
+    assert counted.metrics == whole.metrics
+    assert (list(whole.figures), list(counted.figures)) == (["confusion"], [])
 
 
 def test_one_answer_for_all_is_noted(caplog: pytest.LogCaptureFixture) -> None:
