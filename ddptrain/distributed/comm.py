@@ -142,7 +142,7 @@ threads with Python's lock in its hand, which one of them may want for a tensor 
 the process never ends (torch 2.11, seen on busy machines)."""
 
 
-def gloo_group(world: World) -> dist.ProcessGroup:
+def gloo_group() -> dist.ProcessGroup:
     """A further group of all ranks, for a thread beside the training. A collective."""
     group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)

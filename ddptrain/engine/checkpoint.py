@@ -92,7 +92,7 @@ class Checkpointer:
         if not all(from_all_ranks(world, free_memory() > world.local_size * own)):
             return None
         if self._group is None:
-            self._group = gloo_group(world)
+            self._group = gloo_group()
         # by itself torch's async_save does not copy what is on the CPU already (pytorch#144657)
         return {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
 
