@@ -236,8 +236,9 @@ def _in_single(output: Any) -> Any:
     return changed(output, lambda v: v.float() if v.dtype in (torch.half, torch.bfloat16) else v)
 
 
-def _by_key(name: str, values: Mapping[str, Tensor]) -> dict[str, float]:
+def _by_key(name: str, computed: Mapping[str, Any]) -> dict[str, float]:
     """One value, or one for each of ``classes``, as MeanAveragePrecision gives them."""
+    values = {key: torch.as_tensor(value) for key, value in computed.items()}
     classes = [int(label) for label in values.get("classes", torch.empty(0)).reshape(-1)]
     by_key: dict[str, float] = {}
     for key, value in values.items():

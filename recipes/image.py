@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("ddptrain")
 
 _MOST_CLASSES_LISTED = 100
-"""More classes have no recall and precision of their own in the log files; the confusion matrix has all."""
+"""More classes have no recall and precision of their own in the log files."""
 _MOST_IN_MATRIX = 2000
-"""Of 20,000 classes a matrix would have 3 GB, for each batch."""
+"""Of more classes there is no confusion matrix: of 20,000 it would have 3 GB, for each batch."""
 
 _NO_LABEL = -(2**31)
 """None is left out: torch would leave out those of -100, and they would count in the mean all the same."""
@@ -33,7 +33,7 @@ _NO_LABEL = -(2**31)
 class ImageClassification(Task):
     """Cross-entropy over classes; accuracy, balanced accuracy (the mean of the classes' recalls, where they
     have unequal numbers of samples), top-5 accuracy (of more than five classes), loss, each class's recall
-    and precision, and a confusion matrix.
+    and precision (up to a hundred classes), and a confusion matrix (up to 2,000).
 
     model: as `ddptrain.recipes.pictures.classifier` calls it. data: any whose batches are (images, labels),
     float (n, C, H, W) and int64 (n,), and whose ``outputs`` are the classes. label_smoothing: in [0, 1)

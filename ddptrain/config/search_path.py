@@ -50,7 +50,9 @@ def open_user_code(config_dirs: Sequence[Path], trusted: Sequence[str] = ()) -> 
             raise UserError(f"--config-dir={folder}: there is no such folder.")
         sys.path.insert(0, str(folder.resolve()))
     for folder in (Path.cwd(), *config_dirs):
-        for path in folder.iterdir() if folder.is_dir() else []:
+        found = list(folder.iterdir()) if folder.is_dir() else []
+        # a package after the module of its name: it is what Python imports
+        for path in sorted(found, key=lambda path: path.suffix != ".py"):
             file = path if path.suffix == ".py" else path / "__init__.py"
             if file.is_file() and path.stem.isidentifier() and path.stem not in _LIBRARIES:
                 open_package(path.stem, file if folder in config_dirs else None)

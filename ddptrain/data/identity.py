@@ -47,8 +47,8 @@ def of_tensor(values: Tensor) -> bytes:
 
 def of_samples(dataset: Any, ids: Sequence[int]) -> Iterator[bytes]:
     """Of these samples of a map-style dataset, what it knows of each: all its attributes that have an entry
-    for each sample (labels, names of files, pixels), or its number where there are none. A sample itself is
-    not read."""
+    for each sample (labels, names of files, pixels; not what it keeps of some that were read), or its number
+    where there are none. A sample itself is not read."""
     if isinstance(dataset, Subset):
         yield from of_samples(dataset.dataset, [int(dataset.indices[i]) for i in ids])
         return
@@ -63,8 +63,7 @@ def of_samples(dataset: Any, ids: Sequence[int]) -> Iterator[bytes]:
         value for value in map(_listed, {id(value): value for value in known}.values()) if value is not None
     ]
     lists = [value for value in [*lists, *_of_rows(dataset)] if len(value) == len(dataset)]
-    # what has gaps is filled while samples are read: no fact of theirs
-    lists = [value for value in lists if not (isinstance(value, list) and any(v is None for v in value))]
+    lists = [value for value in lists if not _is_filled_by_reading(value)]
     for i in ids:
         yield b" ".join(_plain(value[i], len(ids)) for value in lists) if lists else b"%d" % i
 
@@ -91,6 +90,19 @@ def _listed(value: Any) -> Sequence[Any] | None:
     if isinstance(value, Tensor | np.ndarray):
         return value if value.ndim else None  # type: ignore[return-value]
     return value if isinstance(value, list | tuple) else None
+
+
+def _is_filled_by_reading(values: Sequence[Any]) -> bool:
+    """Whether some samples are kept and others not yet: no fact of theirs, unless it is labels or names."""
+    if not isinstance(values, list) or all(value is not None for value in values):
+        return False
+    return not any(_is_label(value) for value in values)
+
+
+def _is_label(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_label, value))
+    return isinstance(value, int | float | str | bytes | os.PathLike)
 
 
 def _plain(value: Any, among: int) -> bytes:

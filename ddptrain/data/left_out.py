@@ -22,7 +22,7 @@ from ddptrain.api.world import World
 from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.data.pictures import Box
 from ddptrain.data.pipeline import Samples
-from ddptrain.data.workers import read_by_workers
+from ddptrain.data.workers import KeptLoader
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
@@ -70,10 +70,8 @@ def unreadable(world: World, size: int, read: Callable[[int], object], workers: 
     """
     own = range(size)[world.rank :: world.size]
     keys = [list(own[i : i + _AT_ONCE]) for i in range(0, len(own), _AT_ONCE)]
-    by_rank = from_all_ranks(
-        world,
-        on_all_ranks(world, lambda: list(read_by_workers(_Reader(read), keys, workers, torch.device("cpu")))),
-    )
+    loader = KeptLoader(_Reader(read), workers, torch.device("cpu"))
+    by_rank = from_all_ranks(world, on_all_ranks(world, lambda: list(loader.batches(keys))))
     return dict(sorted(chain.from_iterable(chain.from_iterable(by_rank))))
 
 

@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from glob import glob
 from io import BytesIO
 from pathlib import Path
@@ -84,7 +85,7 @@ def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS, beside: Sequence
     there are, but for those with an ending of ``beside``; hidden ones, and those in hidden folders, are
     none."""
     visible: list[Path] = []
-    for here, inner, names in os.walk(folder, onerror=_refuse):
+    for here, inner, names in os.walk(folder, onerror=partial(_unreadable, folder)):
         inner[:] = [name for name in inner if not name.startswith(".")]
         note_links(here, inner)
         paths = [Path(here, name) for name in names if not name.startswith(".")]
@@ -102,8 +103,11 @@ def note_links(folder: str, inner: Sequence[str]) -> None:
         log.warning("note       %s: %s not followed: %s", folder, counted(len(links), "linked folder"), shown)
 
 
-def _refuse(error: OSError) -> None:
-    raise UserError(f"{error.filename}: can't be read ({error.strerror}).", everywhere=False) from error
+def _unreadable(folder: Path, error: OSError) -> None:
+    """Of a folder in and below one: a disk's lost+found, for one, is nobody's."""
+    if str(error.filename) == str(folder):
+        raise UserError(f"{folder}: can't be read ({error.strerror}).", everywhere=False) from error
+    log.warning("note       %s: can't be read (%s)", error.filename, error.strerror)
 
 
 def note_not_read(folder: object, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> None:

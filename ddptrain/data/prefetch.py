@@ -33,11 +33,12 @@ def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch with each of its tensors changed."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, dict):
+    if type(batch) is dict:
         return {name: changed(value, change) for name, value in batch.items()}
-    if isinstance(batch, MutableMapping):  # transformers' BatchEncoding
+    if isinstance(batch, MutableMapping):  # transformers' BatchEncoding and ModelOutput, which refuses update
         copied = copy(batch)
-        copied.update({name: changed(value, change) for name, value in batch.items()})
+        for name, value in batch.items():
+            copied[name] = changed(value, change)
         return copied
     if isinstance(batch, PackedSequence):  # its batch_sizes always lie on the CPU
         order = [None if t is None else change(t) for t in (batch.sorted_indices, batch.unsorted_indices)]

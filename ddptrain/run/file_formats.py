@@ -58,7 +58,7 @@ def _refused_by_torch(deployed: Deployed) -> Iterator[None]:
     """Raises UserError for whatever torch raises of a model that it can't bring into a file."""
     try:
         yield
-    except UserError:
+    except (UserError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each of torch's floors has errors of its own
         first = str(error).strip().partition("\n")[0] or type(error).__name__

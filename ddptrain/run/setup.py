@@ -110,30 +110,31 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
 
 @contextmanager
 def _settings(deterministic: bool, finds_anomalies: bool) -> Iterator[None]:
-    """Torch's inside, which are what they were afterwards: the process may be a program's own.
+    """Torch's inside, which are afterwards what they were: the process may be a program's own.
 
     deterministic: only algorithms that give the same bits each time.
     """
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     anomalies = torch.autograd.set_detect_anomaly
     with anomalies(True, check_nan=False) if finds_anomalies else nullcontext():  # NaN is the guard's to find
         _repeat_bits(deterministic)
         try:
             yield
         finally:
-            _repeat_bits(before)
+            _repeat_bits(before > 0, warn_only=before == 1)
             torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-def _repeat_bits(deterministic: bool) -> None:
+def _repeat_bits(deterministic: bool, warn_only: bool = False) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
         # else each new tensor is filled with NaN, for code that reads before it writes: a pass over the
         # memory of most layers (13 % of a MobileNetV3 step on a CPU)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # to set it imports torch's compiler
-        torch.use_deterministic_algorithms(deterministic)
+    mode = (1 if warn_only else 2) if deterministic else 0
+    if mode != torch.get_deterministic_debug_mode():  # to set it imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def _leave_after_error(error: BaseException, world: World, watchdog: Watchdog) -> None:
@@ -347,4 +348,6 @@ def loaded_model(
     gpus = range(torch.cuda.device_count() if uses_gpus else 0)
     with restored(), torch.random.fork_rng(gpus):  # the model is seeded before its weights are replaced
         model = trained_model(config, task, data, World().on(chosen), saved)
+    if not torch.cuda.is_initialized():  # the seed that a GPU's generator begins with
+        torch.cuda.manual_seed_all(torch.initial_seed())
     return model.eval().requires_grad_(False), task, data, saved.path

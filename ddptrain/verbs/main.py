@@ -23,8 +23,9 @@ from ddptrain.verbs.script import with_script
 from ddptrain.version import __version__
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
-_WAIT_FOR_FIRST_ON_NODE_S = 5.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
+_WAIT_FOR_FIRST_ON_NODE_S = 5.0
+"""Longer than that, for the first rank of a node to end its others."""
 _BY_SIGPIPE = 141
 """What a shell says of a program that ended so."""
 

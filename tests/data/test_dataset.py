@@ -346,6 +346,7 @@ class Remembering(Noisy):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Any] = [None] * len(self)
+        self.labels: list[int | None] = []
 
     def __getitem__(self, index: int) -> Any:
         if self.kept[index] is None:
@@ -356,8 +357,14 @@ class Remembering(Noisy):
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 @pytest.mark.parametrize("looked_at", [0, 5])
 def test_what_a_dataset_has_read_is_no_other_data(on_error: str, looked_at: int) -> None:
-    """Or a run that goes on is refused, for it was trained on other files."""
+    """Or a run that goes on is refused, for it was trained on other files. Labels are data, with gaps too."""
     dataset = Remembering()
     for i in range(looked_at):
         dataset[i]
-    assert prepared(dataset, on_error=on_error).identity == prepared(Remembering()).identity
+    expected = prepared(Remembering()).identity
+    assert prepared(dataset, on_error=on_error).identity == expected
+    labelled = Remembering()
+    labelled.labels = [1, None] * 25
+    other = Remembering()
+    other.labels = [2, None] * 25
+    assert len({prepared(each).identity for each in (labelled, other)} | {expected}) == 3

@@ -186,3 +186,14 @@ def test_links_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert pictures_in(tmp_path / "set") == [tmp_path / "set/a/1.png", tmp_path / "set/a/2.png"]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == f"note       {tmp_path / 'set'}: 1 linked folder not followed: b"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads every folder")
+def test_a_folder_below_that_is_nobodys_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk's lost+found. The folder itself has to be readable."""
+    fill(tmp_path, "a 1", "lost+found 1")
+    (tmp_path / "lost+found").chmod(0)
+    assert pictures_in(tmp_path) == [tmp_path / "a/00.png"]
+    assert "lost+found: can't be read (Permission denied)" in caplog.text
+    with pytest.raises(UserError, match="can't be read"):
+        pictures_in(tmp_path / "lost+found")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from masked import CLASSES, mask_set
+from named_sets import image_data, in_folders
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.sampler import Sampler
@@ -12,6 +13,7 @@ from ddptrain.api.world import World
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
+from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
 from ddptrain.data.stream.masks import StreamMasks
@@ -88,10 +90,12 @@ def test_masks_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_each_kind_says_where_the_others_belong(drawn: DrawnScenes, tmp_path: Path) -> None:
     list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream"))
-    list(MaskData(str(mask_set(tmp_path / "files")), size=64).write(tmp_path / "masks", "stream"))
-    mixed = StreamBoxes(str(tmp_path / "set"), valid_url=str(tmp_path / "masks"), cache=str(tmp_path / "c"))
+    classes = image_data(ImageFolder(8), in_folders(tmp_path / "folders", ("a", "b"), ("a", "b")))
+    list(classes.write(tmp_path / "classes", "stream"))
+    (index,) = (tmp_path / "classes").rglob("valid/index.json")
+    mixed = StreamBoxes(str(tmp_path / "set"), valid_url=str(index.parent), cache=str(tmp_path / "c"))
     mixed.fetch(tmp_path)
-    with pytest.raises(UserError, match=r"source\.valid_url=.*/masks: holds a set of masks, not of boxes"):
+    with pytest.raises(UserError, match=r"valid_url=.*valid: holds a set of another program, not of boxes"):
         mixed.open(tmp_path)
     with pytest.raises(UserError, match="holds a set of boxes, not of masks"):
         MaskData(source=StreamMasks(str(tmp_path / "set"), cache=str(tmp_path / "c"))).prepare(World(), 0)

@@ -301,13 +301,15 @@ def test_a_host_in_the_loop_of_the_docs_comes_back_by_itself(tmp_path: Path, und
     with hosts_of(2, tmp_path) as hosts:
         given = {"PET_RDZV_ENDPOINT": ENDPOINT, "PET_RDZV_ID": "job1", **ELASTIC, "PET_NNODES": "1:2"}
         jobs = {host: hosts.start(host, ["sh", "-c", loop, "sh", *LONG], **given) for host in (1, 2)}
+        wait_for_any(jobs, ", 2 ranks on 2 nodes")  # a host that starts late finds the other one training
         wait_for_any(jobs, "step 30/")
         hosts.cut(2)
         jobs[2].wait_for("Start the same line again")
         hosts.mend(2)
         assert [job.wait() for job in jobs.values()] == [0, 0], [job.text for job in jobs.values()]
     said = "".join(job.text for job in jobs.values())
-    assert re.findall(r"strategy   strict, .*, (\d) ranks? on", said) == ["2", "1", "2"]
+    sizes = re.findall(r"strategy   strict, .*, (\d) ranks? on", said)
+    assert (sizes.count("2"), "1" in sizes) == (2, True)
     assert_same_outcome(tmp_path / "run", undisturbed)
 
 

@@ -335,3 +335,21 @@ def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
     metric = FunctionMetric("m", lambda output, target: output.mean())
     sums = metric.sums(numbers, zeros, 300)
     assert float(sums["m/sum"]) == pytest.approx(float(numbers.double().sum()), rel=1e-6)
+
+
+class Outputs(dict[str, Tensor]):
+    """As transformers' ModelOutput: its entries are attributes, and it refuses update."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_metric_is_given_what_the_model_gives(dtype: torch.dtype) -> None:
+    output = Outputs(logits=NUMBERS.to(dtype))
+    metric = FunctionMetric("m", lambda output, target: (output.logits.argmax(-1) == target).float())
+    assert int(metric.sums(output, LABELS, N)["m/sum"]) == int((NUMBERS.argmax(-1) == LABELS).sum())
+    assert output.logits.dtype == dtype

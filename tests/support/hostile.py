@@ -56,7 +56,7 @@ class Place:
         monkeypatch.chdir(self.work)
         monkeypatch.setattr(sys, "path", sys.path[:])
         monkeypatch.setattr(sys, "argv", ["ddptrain"])
-        monkeypatch.setattr(targets, "_opened", set())
+        monkeypatch.setattr(targets, "_opened", {})
         for name, value in {
             "SECRET": SECRET,
             "TORCH_HOME": str(folder / "hub"),

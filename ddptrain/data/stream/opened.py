@@ -160,13 +160,14 @@ class Streamed:
 
     def open_as(self, kind: str) -> OpenedSet:
         """The same. Raises UserError for a set of another kind."""
+        opened = self.open()
         for key, (url, manifest, _) in zip(("url", "valid_url"), self._parts, strict=True):
             if manifest.kind != kind:
                 raise UserError(
                     f"data.source.{key}={shown(url)}: holds a set of {manifest.kind or 'another program'},"
                     f" not of {kind}. Write one: python -m ddptrain write recipe=... layout=stream out=..."
                 )
-        return self.open()
+        return opened
 
     @cached_property
     def _parts(self) -> list[tuple[str, Manifest, Part]]:

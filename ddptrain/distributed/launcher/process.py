@@ -76,6 +76,13 @@ def end_with_parent(parent: str | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_as_by_ctrl_c() -> None:
+    """SIGTERM and a closed terminal end this process as Ctrl-C does; under nohup the terminal does not."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 @contextmanager
 def adopting() -> Iterator[None]:
     """Inside, a process whose parent ends becomes a child of this one if it descends from it. On Linux."""

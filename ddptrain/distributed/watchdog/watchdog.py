@@ -66,9 +66,9 @@ class Watchdog:
         """The previous signal handlers."""
         self._saved = False
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        """(read, write): a byte for each signal, while the thread runs."""
         self._wakeup_before = -1
         """The program's own descriptor."""
-        """(read, write): a byte for each signal, while the thread runs."""
         self._over = threading.Event()
 
     @property

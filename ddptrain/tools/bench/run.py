@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.api.timing import TRAINING
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
+from ddptrain.distributed.launcher.process import end_as_by_ctrl_c
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.text import print_tables
@@ -68,8 +68,7 @@ def run(config: Config, words: Sequence[str], settings: Mapping[str, str]) -> in
             raise UserError(f"{name}={value}: must be {least} or more.")
     ranks = ranks_for(config, typed.get("ranks")) if own.ddp else own.ranks
     open_log(None, first=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
-        signal.signal(number, signal.default_int_handler)
+    end_as_by_ctrl_c()  # its trainings end with it
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
     bench = Bench([*words, *_OWN], ranks, own.steps, own.rounds, folder)
 

@@ -74,7 +74,7 @@ class RunningCommand:
         launcher = [sys.executable, "-m"]
         if ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        # it ends with this process, as ranks end with torchrun
+        # it ends with this process, whatever ends that; torchrun is ended by `end`
         end = {AGENT: str(os.getpid())} if ranks == 1 else {}
         self._ranks, self._output, self._printed = ranks, output, output.with_suffix(".out")
         with output.open("wb") as errors, self._printed.open("wb") as printed, _cores_for(ranks * threads):

@@ -6,7 +6,6 @@ By whole trainings, started as a user starts them and compared by what they leav
 import json
 import logging
 import shutil
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from ddptrain.api.world import World
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import cores
+from ddptrain.distributed.launcher.process import end_as_by_ctrl_c
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.run.assemble import eval_batch_size
@@ -51,8 +51,7 @@ def run(config: Config, proof: str, settings: Mapping[str, str], words: Sequence
         if any(word.lstrip("+").startswith(f"{key}=") for word in words):
             raise UserError(f"{key}: prove names the folders itself, inside of out=<folder>; leave it out.")
     open_log(None, first=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
-        signal.signal(number, signal.default_int_handler)
+    end_as_by_ctrl_c()  # its trainings end with it
     prove = {"resume": prove_resume, "world": prove_world, "eval": prove_eval}[proof]
     of_proof = dict(settings)
     named = of_proof.pop("out", None)

@@ -20,7 +20,7 @@ _LOWER = re.compile(
     r"loss|perplexity|error|bits_per|distance|(?<![a-z])(mae|r?mse|mape)(?![a-z])", re.IGNORECASE
 )
 _HIGHER = re.compile(
-    r"((balanced_|pixel_)?accuracy|(mask_)?(map|ap|ar)\d*|top\d*|precision|recall|f1|exact|match|bleu|m?iou)"
+    r"((balanced_|pixel_)?accuracy|(mask_)?(map|ap|ar)\d*|top[\dk]*|precision|recall|f1(score|micro|macro)?|exact|match|bleu|m?iou)"
     r"(?![a-z])",
     re.IGNORECASE,
 )

@@ -196,7 +196,8 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     finite = {name: value if _is_finite(value) else None for name, value in results.items()}
     if metric is None:
         return {"results": finite}
-    facts = {name: summary[name] for name in ("higher_is_better", "step", "steps")}
+    facts = {name: summary[name] for name in ("step", "steps")}
+    facts["higher_is_better"] = bool(summary["higher_is_better"])
     return {"metric": metric, "value": best[metric], **facts, "results": finite}
 
 

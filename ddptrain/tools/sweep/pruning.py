@@ -45,7 +45,7 @@ class Pruning(Controller):
             "steps": event.steps,
             "metric": event.metric,
             "value": event.value if math.isfinite(event.value) else None,  # JSON has no such numbers
-            "higher_is_better": event.higher_is_better,
+            "higher_is_better": bool(event.higher_is_better),
         }
         number = append(self._folder / REQUESTS, request)
         away = self._unanswered is not None and not read_from(self._folder / ANSWERS, self._unanswered)

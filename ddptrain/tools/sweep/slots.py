@@ -85,11 +85,15 @@ def share_out(config: Config) -> Slots:
 
 
 def lost_of(gpus: Sequence[str]) -> list[str]:
-    """Those of these GPUs that the driver no longer has. It knows UUIDs; CUDA's numbers are not its own."""
-    named = [gpu for gpu in gpus if gpu.startswith(("GPU-", "MIG-"))]
+    """Those of these GPUs that the driver no longer has. It knows UUIDs; CUDA's numbers are not its own, nor
+    are slices by their older names, MIG-GPU-<uuid>/1/0."""
+    named = [gpu for gpu in gpus if gpu.startswith(("GPU-", "MIG-")) and "/" not in gpu]
     driver: Driver = ask("ask_nvml", "nvml", _DRIVER_S).get("driver", Driver()) if named else Driver()
-    sound = [uuid for gpu in driver.gpus if not gpu.error for uuid in (gpu.uuid, *gpu.slices)]
-    return [name for name in named if driver.gpus and not any(uuid.startswith(name) for uuid in sound)]
+    sound = [gpu for gpu in driver.gpus if not gpu.error]
+    if not driver.gpus or not all(gpu.uuid for gpu in sound):
+        return []
+    known = [uuid for gpu in sound for uuid in (gpu.uuid, *gpu.slices)]
+    return [name for name in named if not any(uuid.startswith(name) for uuid in known)]
 
 
 def memory_share(per_gpu: int) -> dict[str, str]:
