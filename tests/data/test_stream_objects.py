@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from masked import CLASSES, mask_set
-from named_sets import image_data, in_folders
+from named_sets import TRAINED, image_data, in_folders
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.sampler import Sampler
@@ -90,7 +90,7 @@ def test_masks_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_each_kind_says_where_the_others_belong(drawn: DrawnScenes, tmp_path: Path) -> None:
     list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream"))
-    classes = image_data(ImageFolder(8), in_folders(tmp_path / "folders", ("a", "b"), ("a", "b")))
+    classes = image_data(ImageFolder(8), in_folders(tmp_path / "folders", TRAINED, TRAINED))
     list(classes.write(tmp_path / "classes", "stream"))
     (index,) = (tmp_path / "classes").rglob("valid/index.json")
     mixed = StreamBoxes(str(tmp_path / "set"), valid_url=str(index.parent), cache=str(tmp_path / "c"))
