@@ -1,6 +1,7 @@
 """Exit codes and the errors that end a run with a message."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -36,6 +37,16 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (type(self), str(self), self.everywhere)
+
+
+@contextmanager
+def of_this_rank() -> Iterator[None]:
+    """UserErrors inside are this rank's alone, unless a collective has told all."""
+    try:
+        yield
+    except UserError as error:
+        error.everywhere = error.agreed
+        raise
 
 
 def _unpickled(kind: type[UserError], message: str, everywhere: bool) -> UserError:

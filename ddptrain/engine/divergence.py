@@ -124,9 +124,11 @@ def evidence_of(began: str | None, sampler: Sampler, step: int) -> Evidence:
     return Evidence(began, [int(sample) for ids, _ in batches for sample in ids])
 
 
-def divergence(step: int, skipped: int, ranks: Sequence[Evidence], plan: Plan, compiled: bool) -> Diverged:
+def divergence(
+    step: int, skipped: int, ranks: Sequence[Evidence], plan: Plan, compiled: bool, scaled: bool
+) -> Diverged:
     """The error that ends the run, from all ranks' evidence. skipped: steps left out in a row, this one
-    included. compiled: the step, not its repetition, was."""
+    included. compiled, scaled by fp16's gradient scaler: the step, not its repetition, was."""
     places = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = (
         "; ".join(places) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
@@ -136,6 +138,10 @@ def divergence(step: int, skipped: int, ranks: Sequence[Evidence], plan: Plan, c
     if compiled and not places:
         where = "nowhere when the step is repeated without torch.compile, so most likely in compiled code"
         diverged, remedy = "torch computes other numbers there", "Use compile=off"
+    elif scaled and not places:
+        where = "nowhere when the step is repeated without fp16's scale, which is halved each time"
+        diverged = "the scaled gradients overflow"
+        remedy = "A larger train.nonfinite_limit lets the scale fall further; precision=bf16 has none"
     elif any(evidence.began and evidence.began.startswith(_INPUT) for evidence in ranks):
         diverged, remedy = "the data are not finite", "Mend or remove that sample"
     often, advice = "", f"{remedy}; train.nonfinite=skip skips such steps."

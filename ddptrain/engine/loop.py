@@ -346,7 +346,8 @@ class Engine:
         began = where_it_began(train_step, own, self._plan.progress(step))
         ranks = from_all_ranks(self._world, evidence_of(began, train_step.sampler, step))
         compiled = is_compiled(train_step.task, self._state.model)
-        return divergence(step, self._state.left_out_in_a_row, ranks, self._plan, compiled)
+        scaled = train_step.precision.scaler.is_enabled()
+        return divergence(step, self._state.left_out_in_a_row, ranks, self._plan, compiled, scaled)
 
     def _end(self, outcome: str) -> None:
         state, task, last = self._state, self._task, self._last

@@ -19,7 +19,7 @@ _LEAST = 0.02
 """The loss has fallen if by this share; less is noise."""
 _FALL = 0.05
 """It begins to fall where it has come this part of the way down."""
-_FEWEST = 10
+FEWEST = 10
 """Points from which on there is something to see."""
 
 
@@ -64,7 +64,7 @@ def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[t
         seen.append(loss)
         mean = smoothed(seen)
         fallen, risen = mean[0] - min(mean), mean[-1] - min(mean)
-        if len(seen) > _FEWEST and risen > _DIVERGED * max(fallen, _LEAST * abs(mean[0])):
+        if len(seen) > FEWEST and risen > _DIVERGED * max(fallen, _LEAST * abs(mean[0])):
             return
 
 
@@ -80,7 +80,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 def range_of(rates: Sequence[float], losses: Sequence[float]) -> Range | None:
     """None where the loss does not fall: too few points, or none of the rates does anything."""
     means = smoothed(losses)
-    if len(means) < _FEWEST:
+    if len(means) < FEWEST:
         return None
     lowest = means.index(min(means))
     fall = means[0] - means[lowest]

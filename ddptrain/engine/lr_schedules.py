@@ -76,11 +76,14 @@ def onecycle(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float
     """torch's, which has its own warm-up (0: its default, 0.3) and varies the momentum inversely."""
     _warmup_steps(warmup, steps)
     _check_share("final", final)
+    share = warmup or 0.3
+    if share * (steps + 1) == 1:  # torch would divide by a warm-up of no steps
+        share = math.nextafter(share, 1.0)
     return OneCycleLR(
         optimizer,
         max_lr=[group["lr"] for group in optimizer.param_groups],
         total_steps=steps + 1,  # the rate of the last one would be nearly 0
-        pct_start=warmup or 0.3,
+        pct_start=share,
         final_div_factor=1 / (25 * final) if final else 1e4,
         cycle_momentum=_has_momentum(optimizer),
     )

@@ -105,6 +105,16 @@ class Plan:
         }
         for name, key in keys.items():
             own = facts[name]
+            if name == "shards" and saved.get(name) != own and None in (saved.get(name), own):
+                before, now = (
+                    "without strict" if shards is None else f"strict in {shards} shards"
+                    for shards in (saved.get(name), own)
+                )
+                raise UserError(
+                    f"strategy: {where} was saved {before}, and this run is {now}: from here on it would be"
+                    " another one. Use the same (strategy=strict strategy.shards=<n>), or start a new run:"
+                    " another run.dir, or run.resume=never."
+                )
             if saved.get(name) != own:
                 raise UserError(
                     f"{key}={own}: {where} was saved with {saved.get(name)}, so its place in the data"

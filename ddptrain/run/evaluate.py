@@ -7,6 +7,7 @@ from pathlib import Path
 from ddptrain.config.schema import Config
 from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.precision import choose_precision
+from ddptrain.errors import of_this_rank
 from ddptrain.run.agreement import note_other_samples
 from ddptrain.run.assemble import eval_batch_size
 from ddptrain.run.setup import joined_world, loaded_by_first_rank, make_task, named_checkpoint, trained_model
@@ -32,7 +33,8 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())
         batches = OwnBatches(data, data.valid_size, eval_batch_size(config), world)
-        report = evaluate(task, model, batches, precision, watchdog)
+        with of_this_rank():
+            report = evaluate(task, model, batches, precision, watchdog)
         if world.is_first:
             step, where = saved.manifest["step"], str(saved.path)
             print(json.dumps(finite({"step": step, "checkpoint": where, **report.metrics})))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_first_rank
-from ddptrain.engine.lr_range import Range, losses_at, range_of, rising_rates, smoothed
-from ddptrain.errors import UserError
+from ddptrain.engine.lr_range import FEWEST, Range, losses_at, range_of, rising_rates, smoothed
+from ddptrain.errors import UserError, of_this_rank
 from ddptrain.keys import did_you_mean
 from ddptrain.run.optimizer import check_optimizer
 from ddptrain.run.setup import check_doors, joined_world, make_task
@@ -34,18 +34,28 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
         raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
     steps = int(parsed["steps"])
     bounds = {"lowest": parsed["lowest"], "highest": parsed["highest"]}
+    thaws = config.thaw is not None
     config.train.steps, config.sched, config.ema.decay, config.thaw = steps, {**_RISING, **bounds}, None, None
     task, data = make_task(config)
     check_doors(config)
     check_optimizer(config.optim)
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)
+        if thaws:
+            log.warning("note       what thaw= trains later is frozen in all steps of this test")
         step = make_train_step(config, task, data, world, watchdog, None)
         step.state.scatter(task, step.sampler.share)
-        points = list(losses_at(rising_rates(**bounds, steps=steps), step, data))
+        tested = rising_rates(**bounds, steps=steps)
+        with of_this_rank():
+            points = list(losses_at(tested, step, data))
         rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
         usable = range_of(rates, losses)
         on_first_rank(world, lambda: _write(rates, losses, usable, out))
+        if len(points) < FEWEST:
+            raise UserError(
+                f"find lr: the loss or a gradient is not finite in the first steps, at rates up to"
+                f" {tested[len(points)]:.1e}. A training at such a rate says where it begins: optim.lr=..."
+            )
         if usable is None:
             tried = f"from {parsed['lowest']:g} to {max(rates, default=parsed['lowest']):g}"
             raise UserError(

@@ -41,7 +41,7 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
         if train.eval_batch_size > 1:
             fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
             return f"Evaluate fewer samples at once: {fewer}."
-    elif within("engine/loop") and not place.endswith("optimizer"):
+    elif (within("engine/loop") or within("engine/lr_range")) and not place.endswith("optimizer"):
         most = max(samples_of_passes(config, world))
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"

@@ -35,7 +35,7 @@ from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.step import TrainStep
 from ddptrain.engine.step_graph import StepGraph
-from ddptrain.errors import Diverged, Stopped, UserError
+from ddptrain.errors import Diverged, Stopped, UserError, of_this_rank
 from ddptrain.keys import flat_values
 from ddptrain.observe.console import open_log
 from ddptrain.observe.dispatch import Observers
@@ -123,7 +123,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
         engine = Engine(data, step, checkpointer, notified, _graph_maker(config.compile, world))
         profiling = _profiling(config.debug, world, folder / "profile")
         try:
-            with monitor.running():
+            with monitor.running(), of_this_rank():
                 engine.fit(_run(config, folder, data, step, monitor), profiling)
         except Stopped as stopped:
             log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
@@ -200,8 +200,8 @@ def make_train_step(
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(sizes)))
     if plan.shards is None:  # shards are the same on any number of ranks
-        parts = world.size * (1 + len(strategy.further_gpus)) * len(sizes)
-        _note_layers_that_see_one_part(model, parts)
+        replicas = world.size * (1 + len(strategy.further_gpus))
+        _note_layers_that_see_one_part(model, replicas, len(sizes), config.thaw is not None)
     if config.compile in ("step", "step-graph"):
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
@@ -319,7 +319,10 @@ def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: 
     best = step.state.best_as(step.task.best_metric)
     if not on_first_rank(world, lambda: checkpointer.restore_best(best)):
         step.state.best = None  # of another run or metric
-    step.state.metrics, step.state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
+    state = step.state
+    state.metrics, state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
+    if state.step == step.plan.steps and state.metrics_step != state.step:  # the run was shortened to here
+        state.evaluation_due = True
     if world.is_first:
         checkpointer.set_aside_after(step.state.step)
     log.info("resumed    %s", where)
@@ -375,17 +378,21 @@ def _model_in_words(model: nn.Module, config: Config) -> str:
     return f"{type(model).__name__}, {', '.join(traits)}"
 
 
-def _note_layers_that_see_one_part(model: nn.Module, parts: int) -> None:
-    """Log which layers make the training depend on the number of ranks or micro-batches. parts: of a global
-    batch, each seen by itself."""
+def _note_layers_that_see_one_part(model: nn.Module, replicas: int, passes: int, thaws: bool) -> None:
+    """Log which layers make the training depend on the number of ranks or of micro-batches. passes: of each
+    replica in a step. thaws: layers that are frozen now will be trained."""
+    parts = replicas * passes
     if parts == 1:
         return
     layers = list(model.modules())
-    if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in layers):
+    norms = [layer for layer in layers if isinstance(layer, _BatchNorm) and (layer.training or thaws)]
+    if any(passes > 1 or not isinstance(norm, nn.SyncBatchNorm) for norm in norms):
         log.info(
             "note       BatchNorm normalises over each of the %d parts of a global batch by itself, so this"
             " model trains slightly differently on another number of ranks or micro-batches",
             parts,
         )
-    if any(isinstance(m, _DropoutNd) and m.p > 0 for m in layers):
+    # nn.LSTM and nn.MultiheadAttention have a number of their own
+    shares = [m.p if isinstance(m, _DropoutNd) else getattr(m, "dropout", 0.0) for m in layers]
+    if any(isinstance(share, float) and share > 0 for share in shares):
         log.info("note       dropout draws another mask on each rank and for each micro-batch")

@@ -1,5 +1,6 @@
 """A run that goes on under a changed config: what changes, what is refused, what is kept."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rates import Rates
+from shell import ddptrain
 from torch import Tensor, nn
 from toy import CLASSES, FEATURES, SGD, Classify, Fit, auto, lr_schedule, with_noise
 
@@ -193,3 +195,22 @@ def test_the_best_of_a_finished_run_is_known_to_the_longer_one(tmp_path: Path) -
     again, _, _ = Fit(plan(11, eval_every=100), **changes).run(World(), tmp_path)
     assert again.step == 11
     assert (again.best, again.best_step) == (1.0, 10)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, None), (None, 4)])
+def test_another_strategy_than_strict_is_refused_by_its_name(before: int | None, after: int | None) -> None:
+    saved, now = plan(3, shards=before), plan(3, shards=after)
+    with pytest.raises(UserError, match=r"^strategy: there was saved .*strict in 4 shards.*strategy=strict"):
+        now.check_continues(saved.position_facts, "there")
+
+
+def test_a_run_that_is_shortened_to_where_it_was_saved_is_evaluated(tmp_path: Path) -> None:
+    words = ["recipe=cnn_digits", "device=cpu", "checkpoint.every=6", "train.eval_every=100"]
+    whole = ddptrain(tmp_path, [*words, "train.steps=12", "run.dir=whole"])
+    assert whole.code == 0, whole.err
+    branch = ["run.dir=branch", "run.resume=whole/checkpoints/step-6", "train.steps=6"]
+    assert ddptrain(tmp_path, [*words, *branch]).code == 0
+    summary = json.loads((tmp_path / "branch/summary.json").read_text())
+    assert (summary["outcome"], summary["step"]) == ("done", 6)
+    assert {"accuracy", "loss"} <= summary["metrics"].keys()
+    assert (tmp_path / "branch/checkpoints/best/manifest.json").exists()

@@ -318,3 +318,15 @@ def test_sparse_and_complex_gradients_are_looked_at_too(tmp_path: Path) -> None:
         else:
             with pytest.raises(Diverged, match="step 4 is not finite"):
                 fit.run(World(), tmp_path / "bad")
+
+
+def test_a_scale_that_is_too_large_is_what_ends_an_fp16_run(tmp_path: Path) -> None:
+    """Without it the step is finite: neither the rate nor the device is to blame."""
+
+    class Large(Classify):
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            loss = super().loss(model, batch, progress)
+            return Loss(1e3 * loss.sum, loss.count)
+
+    with pytest.raises(Diverged, match=r"without fp16's scale, .*scaled gradients overflow.*nonfinite_limit"):
+        Fit(plan(nonfinite_limit=2), task=Large, precision="fp16").run(World(), tmp_path)

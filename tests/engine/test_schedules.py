@@ -97,3 +97,11 @@ def test_a_run_that_was_killed_has_torchs_rates(tmp_path: Path) -> None:
     assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 0.1 * 0.25
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.1, 9), (0.05, 19), (0.01, 99), (0.2, 4), (0.5, 1)])
+def test_onecycle_may_warm_up_for_no_step(warmup: float, steps: int) -> None:
+    """torch divides by the steps of the warm-up but one."""
+    found = rates({"_target_": "ddptrain.engine.lr_schedules.onecycle", "warmup": warmup}, steps)
+    near = rates({"_target_": "ddptrain.engine.lr_schedules.onecycle", "warmup": warmup * 1.0001}, steps)
+    assert found == pytest.approx(near, rel=1e-3)

@@ -154,7 +154,7 @@ def happen(fault: str, seconds: float, once: bool) -> None:
     if fault == "memory":
         torch.empty(1 << 50, device="cuda" if torch.cuda.is_available() else "cpu")
     if fault == "user_error":
-        raise UserError("data/7.png: is no picture.", everywhere=False)
+        raise UserError("data/7.png: is no picture.")  # as a recipe's author writes it
     if fault == "sleep":
         time.sleep(seconds or 3600)
     if fault == "loop":
