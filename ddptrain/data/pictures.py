@@ -75,8 +75,11 @@ def named_pictures(source: str) -> list[Path]:
         matching = map(Path, glob(source, recursive=True))
         files = sorted(file for file in matching if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:
-        why = "it and the folders in it hold none" if path.is_dir() else "no such file or folder"
-        raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}.")
+        why = "no such file or folder."
+        if path.is_dir() or glob(source, recursive=True):
+            others = "it and the folders in it hold none" if path.is_dir() else "its files are of other kinds"
+            why = f"{others}. A video is named by itself, to a detector."
+        raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}")
     return files
 
 
@@ -160,7 +163,14 @@ def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["ImageFile.Imag
             yield picture
     except UserError:
         raise
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
+        raise UserError(
+            f"{file}: has more than {most:.0f} megapixels, which Pillow takes for an attack. Cut it into"
+            " tiles.",
+            everywhere=False,
+        ) from error
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
         known = isinstance(error, OSError) and error.strerror
         reason = known or str(error).replace(f" '{file}'", "")
         raise UserError(

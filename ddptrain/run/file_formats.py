@@ -18,6 +18,7 @@ from torch import Tensor
 from ddptrain.api.recipe import Deployed
 from ddptrain.errors import UserError
 
+_LAYERS = ("Convolution", "GroupConvolution", "MatMul", "Interpolate", "Parameter")
 _PROPERTY = "ddptrain"
 """Under which a file holds the metadata."""
 Precision = Literal["fp32", "fp16", "int8"]
@@ -114,7 +115,13 @@ def _openvino(
             examples = nncf.Dataset(calibration, partial(_named, deployed))
             with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
                 # MIXED: SiLU and its kind are hardly negative, so a symmetric range would waste half of it
-                model = nncf.quantize(model, examples, preset=nncf.QuantizationPreset.MIXED)
+                model = nncf.quantize(
+                    model,
+                    examples,
+                    preset=nncf.QuantizationPreset.MIXED,
+                    # boxes in pixels would have one of 256 places
+                    ignored_scope=nncf.IgnoredScope(names=_after_the_layers(model), validate=False),
+                )
         if deployed.metadata:
             model.set_rt_info(json.dumps(deployed.metadata), [_PROPERTY])
         openvino.save_model(model, target, compress_to_fp16=precision == "fp16")
@@ -144,6 +151,18 @@ def _write_onnx(deployed: Deployed, target: Path) -> None:
             external_data=False,
             verbose=False,
         )
+
+
+def _after_the_layers(model: Any) -> list[str]:
+    """Names of an OpenVINO model's operations between its last layers and its outputs, which are cheap."""
+    names: set[str] = set()
+    left = [result.input_value(0).get_node() for result in model.get_results()]
+    while left:
+        node = left.pop()
+        if node.get_friendly_name() not in names and node.get_type_name() not in (*_LAYERS, "Constant"):
+            names.add(node.get_friendly_name())
+            left += [value.get_node() for value in node.input_values()]
+    return sorted(names)
 
 
 def _named(deployed: Deployed, inputs: Inputs) -> dict[str, Any]:

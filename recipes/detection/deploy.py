@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ddptrain.api import Deployed, Rows, UserError, Validation
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.recipes.detection.detections import MOST, Detections, candidates, chosen, suppressed
+from ddptrain.recipes.detection.detections import CANDIDATES, MOST, Detections, candidates, chosen, suppressed
 from ddptrain.recipes.detection.draw import annotated
 from ddptrain.recipes.detection.errors import SCORE
 from ddptrain.recipes.detection.reports import rows_of
@@ -137,7 +137,9 @@ class _Listed(nn.Module):
         self._suppress = suppress
 
     def forward(self, images: Tensor) -> Tensor:
-        best = candidates(*self.dense(images))
+        boxes, scores = self.dense(images)
+        # ten answers an object, as YOLO's assignment teaches them
+        best = candidates(boxes, scores, max(CANDIDATES, 10 * self._suppress.most))
         pictures = zip(best.boxes, best.scores, best.labels, strict=True)
         return torch.stack([self._listed(*picture) for picture in pictures])
 

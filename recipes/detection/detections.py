@@ -8,6 +8,10 @@ from torchvision.ops import nms
 
 CANDIDATES = 1000
 """Best answers of a picture that go into the suppression of doubles."""
+SURE_CANDIDATES = 10_000
+"""Where they have to be sure, so that hundreds of objects with ten answers each keep theirs."""
+_SURE = 0.05
+"""Score from which on an answer is."""
 MOST = 100
 """Detections of a picture that COCO's metrics count."""
 
@@ -31,14 +35,14 @@ class Detections(NamedTuple):
         return Detections(self.boxes[kept], self.scores[kept], self.labels[kept], masks)
 
 
-def candidates(boxes: Tensor, scores: Tensor) -> Detections:
-    """The best 1000 pairs of anchor and class of each picture.
+def candidates(boxes: Tensor, scores: Tensor, most: int = CANDIDATES) -> Detections:
+    """The best pairs of anchor and class of each picture, at most so many.
 
     boxes: (n, a, 4), or (n, a, classes, 4) where each class has its own. scores: (n, a, classes). Returns
     (n, c, ...) tensors.
     """
     classes = scores.shape[-1]
-    best, index = scores.flatten(1).topk(min(CANDIDATES, scores[0].numel()))
+    best, index = scores.flatten(1).topk(min(most, scores[0].numel()))
     anchor = torch.div(index, classes, rounding_mode="floor")
     place = anchor if boxes.ndim == 3 else index
     chosen = boxes.flatten(1, -2).gather(1, place[..., None].expand(-1, -1, 4))
@@ -63,7 +67,7 @@ def suppressed(
     boxes: Tensor, scores: Tensor, least_score: float, overlap: float, most: int
 ) -> list[Detections]:
     """Each picture's answers without doubles. boxes, scores: as `candidates` has them. most: per picture."""
-    best = candidates(boxes, scores)
+    best = candidates(boxes, scores, CANDIDATES if least_score < _SURE else SURE_CANDIDATES)
     counts = (best.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
     pictures = []
     for count, *of in zip(counts, best.boxes, best.scores, best.labels, strict=True):

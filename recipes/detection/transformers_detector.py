@@ -13,7 +13,7 @@ from torchvision.ops import box_convert
 from ddptrain.api import UserError
 from ddptrain.errors import reason
 from ddptrain.keys import did_you_mean
-from ddptrain.recipes.detection.detections import MOST, Detections, candidates
+from ddptrain.recipes.detection.detections import Detections, candidates
 from ddptrain.recipes.detection.detector import Detector, Losses, Truth
 from ddptrain.recipes.detection.norms import freeze_norms
 
@@ -92,9 +92,10 @@ class TransformersDetector(Detector):
         return {"matching": loss}
 
     def detections(self, images: Tensor) -> list[Detections]:
-        best = candidates(*self.dense(images))
+        boxes, scores = self.dense(images)
+        best = candidates(boxes, scores, boxes.shape[1])  # as many as there are queries, as in the papers
         pictures = zip(best.boxes, best.scores, best.labels, strict=True)
-        return [Detections(*picture).where(slice(MOST)) for picture in pictures]
+        return [Detections(*picture) for picture in pictures]
 
     def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_exporting():  # its checks of shapes are operators that ONNX lacks

@@ -47,8 +47,10 @@ Track = Literal["none", "bytetrack"]
 
 def names_video(source: str) -> bool:
     """Whether it names a video and not pictures."""
-    if "://" in source or source == "camera" or source.startswith("/dev/video"):
+    if "://" in source or source.startswith("/dev/video"):
         return True
+    if source == "camera":
+        return not Path(source).exists()
     path, is_pattern = Path(source), any(letter in source for letter in "*?[")
     return path.suffix.lower() in ENDINGS and not path.is_dir() and (path.is_file() or not is_pattern)
 
@@ -144,7 +146,10 @@ def _frames(source: str) -> Iterator[_Frame]:
                     elapsed = known if known > elapsed else elapsed + float(1 / rate)
                 count += 1
                 yield _Frame(pixels, elapsed, rate, 1 / aspect if frame.rotation % 180 else aspect)
-            length = (container.duration or 0) / 1e6  # in seconds; a stream and some files don't say
+            # in seconds; a stream and some files don't say; sound may be longer than the pictures
+            length = (container.duration or 0) / 1e6
+            if stream.duration and stream.time_base:
+                length = float(stream.duration * stream.time_base)
             if elapsed + max(1.0, 2 / float(rate)) < length:
                 told = "note       source=%s: ends after %.1f of %.1f s; is it cut?"
                 log.warning(told, source, elapsed, length)

@@ -1,5 +1,7 @@
 """Detection: the Task of the YOLO recipes."""
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, final
 
@@ -28,10 +30,12 @@ from ddptrain.recipes.yolo.boxes import (
     distances_from,
     expected_distances,
 )
-from ddptrain.recipes.yolo.model import STRIDES, Dual, Raw, evaluated
+from ddptrain.recipes.yolo.model import STRIDES, Dual, Raw, Yolo, evaluated
 
 if TYPE_CHECKING:
     from ddptrain.data.pictures import Named
+
+log = logging.getLogger("ddptrain")
 
 _COARSEST = STRIDES[-1]
 
@@ -80,7 +84,15 @@ class Detection(Task):
     def build(self) -> nn.Module:
         if self._data.masks:
             raise UserError("data.source.masks=true: model=yolo learns boxes alone. Leave it out.")
-        return self._model(num_classes=len(self._data.classes))
+        model = self._model(num_classes=len(self._data.classes))
+        longest = round(self._data.size * (1 + self._multi_scale))
+        if isinstance(model, Yolo) and model.widest < longest:
+            log.warning(
+                "note       no box is longer than %d pixels, and pictures are up to %d: for objects as large"
+                " as a picture set model.bins=%d",
+                model.widest, longest, math.ceil(longest / (2 * STRIDES[-1])) + 1,
+            )  # fmt: skip
+        return model
 
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of

@@ -89,6 +89,8 @@ class Yolo(nn.Module):
         self.heads = nn.ModuleList(_Head(channels, num_classes, bins, box_width) for channels in widths)
         self.selector = Selector(widths, num_classes) if one_to_one else None
         self._bins = bins
+        self.widest = 2 * (bins - 1) * STRIDES[-1]
+        """Pixels of the longest side that a box can have."""
         self._head = head
 
     def forward(self, images: Tensor) -> Raw | Dual:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import torch
 from clips import HEIGHT, RATE, WIDTH, paths, write_clip
@@ -159,6 +160,29 @@ def test_a_video_that_is_cut_or_changes_its_size(data: DetectionData, tmp_path: 
         assert sizes == {(WIDTH, HEIGHT)}
 
 
+def test_sound_may_be_longer_than_the_pictures(
+    data: DetectionData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "clip.mp4"
+    with av.open(str(source), "w") as container:
+        film, sound = container.add_stream("libx264", rate=25), container.add_stream("aac", rate=8000)
+        film.width, film.height, film.pix_fmt = 64, 64, "yuv420p"
+        for _ in range(25):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 90, np.uint8), format="rgb24")
+            container.mux(film.encode(frame))
+        container.mux(film.encode(None))
+        for i in range(32):  # of 1024 samples: four seconds
+            samples = av.AudioFrame.from_ndarray(
+                np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
+            )
+            samples.sample_rate, samples.pts = 8000, 1024 * i
+            container.mux(sound.encode(samples))
+        container.mux(sound.encode(None))
+    list(filmed(detector([torch.zeros(0, 5)] * 25), data, str(source), tmp_path / "out", 0.25, "none"))
+    assert len(written(tmp_path / "out")) == 25
+    assert "is it cut?" not in caplog.text
+
+
 def test_a_video_of_a_phone_is_turned(data: DetectionData, tmp_path: Path) -> None:
     """Its header says by how much: here by 90 degrees clockwise, so that the left comes to lie above."""
     clip = tmp_path / "clip.mp4"
@@ -216,3 +240,5 @@ def test_what_is_taken_for_a_video(
     Path("clip [a1].mp4").touch()
     Path("folder.mp4").mkdir()
     assert names_video(source) == video
+    Path("camera").mkdir()
+    assert not names_video("camera")
