@@ -169,8 +169,9 @@ class ImageClassification(Task):
         answers = predicted.nonzero().flatten().tolist()
         if len(answers) == 1 and len(names) > 1:
             log.warning(
-                "note       every picture is taken for %r: usual in the first steps; later a rate that is too"
-                " high or too low, or in BatchNorm statistics that lag behind the weights (its momentum)",
+                "note       every picture is taken for %r: usual in the first steps. Later the rate is too"
+                " high or too low (find lr), or the averaged weights (ema.decay) or BatchNorm's statistics"
+                " (its momentum) lag behind",
                 names[answers[0]],
             )
         return Report(metrics, figures)

@@ -69,8 +69,9 @@ class Supervised(Task):
         better = known.get(self.best_metric, False if self.best_metric == "loss" else None)
         if configured is None and better is None:
             raise UserError(
-                f"task.best_metric={self.best_metric}: whether higher is better isn't known of it; say"
-                " task.higher_is_better=true or false (of ddptrain.fit: as a word, in quotes)."
+                f"task.best_metric={self.best_metric}: whether higher is better isn't known of a function;"
+                " say task.higher_is_better=true or false (to ddptrain.fit as a word after the data:"
+                ' "task.higher_is_better=true").'
             )
         return bool(better if configured is None else configured)
 

@@ -16,7 +16,7 @@ from ddptrain.config.arguments import SCRIPT, TRUST, Arguments
 from ddptrain.data.generators import restored
 from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.keys import key_of
+from ddptrain.keys import did_you_mean, key_of
 from ddptrain.python.objects import objects_of, write_objects
 from ddptrain.python.run import Run
 from ddptrain.python.train import check_options, train_in_processes
@@ -48,6 +48,7 @@ def fit(
     ranks: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     trust: str | Sequence[str] = (),
+    **others: Any,
 ) -> Run:
     """Train ``model`` on ``train``, measure it on ``valid``, and wait for the end.
 
@@ -71,6 +72,7 @@ def fit(
       optimizer: a name of the group ``optim``: adamw (default), adam, sgd, rmsprop. lr: its learning rate,
       which is constant unless a word says ``sched=cosine``.
     - ranks: processes, usually one per GPU. run_dir: the run's folder; default: a new one below ``runs/fit``.
+    - others: none; what is given is refused, with the word that was meant.
     - trust: names of installed packages whose classes the words may name, as
       ``"optim._target_=<package>.<class>"`` does.
 
@@ -93,6 +95,12 @@ def fit(
             raise UserError(
                 f"optimizer: {kind.__name__} is no name; give a name (adamw, adam, sgd),"
                 " and settings as words: 'optim._target_=torch.optim.NAdam', 'optim.weight_decay=0.1'."
+            )
+        for name, value in others.items():
+            hint = did_you_mean(name, fit.__kwdefaults__ or ())
+            raise UserError(
+                f"{name}: is no argument of fit.{hint} Keys of the config are words, after the data:"
+                f' ddptrain.fit(model, train, None, "{name}={value}", ...)'
             )
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)

@@ -197,7 +197,8 @@ def make_train_step(
     sizes = plan.sampler(world).micro_sizes
     log.info("batch      %s", _batch_in_words(plan.batch_size, sizes))
     if (passes := plan.batch_size / data.train_size) > 1:
-        log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
+        told = "note       train.batch_size=%d: a step takes %.3g epochs, for there are %d training samples"
+        log.warning(told, plan.batch_size, passes, data.train_size)
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(sizes)))
     if plan.shards is None:  # shards are the same on any number of ranks
         replicas = world.size * (1 + len(strategy.further_gpus))
