@@ -107,9 +107,9 @@ def note_links(folder: str, inner: Sequence[str]) -> None:
 
 
 def _unreadable(folder: Path, error: OSError) -> None:
-    """Of a folder in and below one: a disk's lost+found, for one, is nobody's."""
-    if str(error.filename) == str(folder):
-        raise UserError(f"{folder}: can't be read ({error.strerror}).", everywhere=False) from error
+    """Of a folder in and below one. A disk's lost+found, for one, is nobody's."""
+    if str(error.filename) == str(folder) or not isinstance(error, PermissionError):
+        raise UserError(f"{error.filename}: can't be read ({error.strerror}).", everywhere=False) from error
     log.warning("note       %s: can't be read (%s)", error.filename, error.strerror)
 
 

@@ -77,7 +77,7 @@ def onecycle(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float
     _warmup_steps(warmup, steps)
     _check_share("final", final)
     share = warmup or 0.3
-    if share * (steps + 1) == 1:  # torch would divide by a warm-up of no steps
+    while share * (steps + 1) == 1:  # torch would divide by a warm-up of no steps
         share = math.nextafter(share, 1.0)
     return OneCycleLR(
         optimizer,

@@ -73,7 +73,7 @@ def parameter_groups(
     a pattern matches nothing.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    every = dict(model.named_parameters(remove_duplicate=False))  # a frozen one may be thawed later
+    every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     decay = optim.get("layer_decay")
     depths = layer_depths(model) if decay is not None else {}
     settings: dict[str, dict[str, Any]] = {name: {} for name in trained}
@@ -82,8 +82,7 @@ def parameter_groups(
         pattern = group["params"]
         if "freeze" in group and not any(fnmatchcase(name, pattern) for name in every):
             continue
-        matching = matching_parameters(pattern, every, f"optim.groups, params: {pattern}")
-        for name in trained.keys() & matching:
+        for name in matching_parameters(pattern, every, f"optim.groups, params: {pattern}"):
             settings[name] |= group
             titles[name] = pattern
     alike: dict[tuple[str, float, float | None], list[str]] = {}

@@ -97,11 +97,11 @@ def fit(
                 " and settings as words: 'optim._target_=torch.optim.NAdam', 'optim.weight_decay=0.1'."
             )
         for name, value in others.items():
-            hint = did_you_mean(name, fit.__kwdefaults__ or ())
-            raise UserError(
-                f"{name}: is no argument of fit.{hint} Keys of the config are words, after the data:"
-                f' ddptrain.fit(model, train, None, "{name}={value}", ...)'
-            )
+            hint = did_you_mean(name, ("model", "train", "valid", *(fit.__kwdefaults__ or ())))
+            if isinstance(value, str | int | float):
+                word = f'ddptrain.fit(model, train, None, "{name}={value}", ...)'
+                hint += f" Keys of the config are words, after the data: {word}"
+            raise UserError(f"{name}: is no argument of fit.{hint}")
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}

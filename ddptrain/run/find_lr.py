@@ -35,6 +35,8 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
     steps = int(parsed["steps"])
     bounds = {"lowest": parsed["lowest"], "highest": parsed["highest"]}
     thaws = config.thaw is not None
+    if thaws:
+        config.freeze = []
     config.train.steps, config.sched, config.ema.decay, config.thaw = steps, {**_RISING, **bounds}, None, None
     task, data = make_task(config)
     check_doors(config)
@@ -42,7 +44,7 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)
         if thaws:
-            log.warning("note       what thaw= trains later is frozen in all steps of this test")
+            log.info("note       what thaw= trains later is trained in all steps of this test")
         step = make_train_step(config, task, data, world, watchdog, None)
         step.state.scatter(task, step.sampler.share)
         tested = rising_rates(**bounds, steps=steps)
@@ -53,8 +55,8 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
         on_first_rank(world, lambda: _write(rates, losses, usable, out))
         if len(points) < FEWEST:
             raise UserError(
-                f"find lr: the loss or a gradient is not finite in the first steps, at rates up to"
-                f" {tested[len(points)]:.1e}. A training at such a rate says where it begins: optim.lr=..."
+                f"find lr: only {len(points)} steps had a finite loss and gradients, too few to see anything."
+                f" A training says where it begins: optim.lr={parsed['lowest']:g}"
             )
         if usable is None:
             tried = f"from {parsed['lowest']:g} to {max(rates, default=parsed['lowest']):g}"

@@ -154,6 +154,7 @@ def _leave_after_error(error: BaseException, world: World, watchdog: Watchdog) -
         watchdog.failed(code, what_ended(error))
         abandon_group()
         if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
+            time.sleep(1.5)  # the first rank to exit makes torchrun end that one, which has to print it
             raise RankLost(first.said, first.code, first.shown) from None  # that rank's message is enough
         time.sleep(1.0)  # the others read of the failure first: this rank may hold the store
         return

@@ -387,11 +387,12 @@ def _note_layers_that_see_one_part(model: nn.Module, replicas: int, passes: int,
         return
     layers = list(model.modules())
     norms = [layer for layer in layers if isinstance(layer, _BatchNorm) and (layer.training or thaws)]
-    if any(passes > 1 or not isinstance(norm, nn.SyncBatchNorm) for norm in norms):
+    seen = passes if all(isinstance(norm, nn.SyncBatchNorm) for norm in norms) else parts
+    if norms and seen > 1:
         log.info(
             "note       BatchNorm normalises over each of the %d parts of a global batch by itself, so this"
             " model trains slightly differently on another number of ranks or micro-batches",
-            parts,
+            seen,
         )
     # nn.LSTM and nn.MultiheadAttention have a number of their own
     shares = [m.p if isinstance(m, _DropoutNd) else getattr(m, "dropout", 0.0) for m in layers]

@@ -28,6 +28,8 @@ _RECTANGLES = 12
 """On the example picture."""
 _TIE = 1e-5
 """Scores that differ by less are equal but for rounding."""
+_MOST_SORTED = 3840
+"""TensorRT sorts no more (TopK's limit, NVIDIA/TensorRT issue 4244)."""
 
 
 def deployed(
@@ -138,8 +140,9 @@ class _Listed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         boxes, scores = self.dense(images)
-        # ten answers an object, as YOLO's assignment teaches them
-        best = candidates(boxes, scores, max(CANDIDATES, 10 * self._suppress.most))
+        # ten answers an object, as YOLO's assignment teaches them, where there are doubles
+        most = self._suppress.most * (1 if self._suppress.overlap == 1 else 10)
+        best = candidates(boxes, scores, min(_MOST_SORTED, max(CANDIDATES, most)))
         pictures = zip(best.boxes, best.scores, best.labels, strict=True)
         return torch.stack([self._listed(*picture) for picture in pictures])
 

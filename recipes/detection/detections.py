@@ -9,9 +9,10 @@ from torchvision.ops import nms
 CANDIDATES = 1000
 """Best answers of a picture that go into the suppression of doubles."""
 SURE_CANDIDATES = 10_000
-"""Where they have to be sure, so that hundreds of objects with ten answers each keep theirs."""
-_SURE = 0.05
-"""Score from which on an answer is."""
+"""Of a prediction, whose answers have to be sure, so that hundreds of objects with ten answers each keep
+theirs."""
+LEAST_SCORE = 0.001
+"""Of detections that COCO's metrics count."""
 MOST = 100
 """Detections of a picture that COCO's metrics count."""
 
@@ -67,7 +68,7 @@ def suppressed(
     boxes: Tensor, scores: Tensor, least_score: float, overlap: float, most: int
 ) -> list[Detections]:
     """Each picture's answers without doubles. boxes, scores: as `candidates` has them. most: per picture."""
-    best = candidates(boxes, scores, CANDIDATES if least_score < _SURE else SURE_CANDIDATES)
+    best = candidates(boxes, scores, CANDIDATES if least_score <= LEAST_SCORE else SURE_CANDIDATES)
     counts = (best.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
     pictures = []
     for count, *of in zip(counts, best.boxes, best.scores, best.labels, strict=True):

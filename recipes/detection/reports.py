@@ -14,7 +14,7 @@ from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks
 from ddptrain.data.pictures import decoded
-from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.detections import LEAST_SCORE, Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import (
     SCORE,
@@ -30,8 +30,6 @@ from ddptrain.recipes.detection.predict import Predicted, on_picture, predicted
 from ddptrain.recipes.detection.score import coco_scores
 from ddptrain.recipes.detection.video import ENDINGS, Track, filmed, names_video
 
-LEAST_SCORE = 0.001
-"""Of detections that COCO's metrics count."""
 _SHOWN = 8
 """Validation pictures that are drawn at each evaluation."""
 

@@ -87,7 +87,7 @@ class Detection(Task):
         model = self._model(num_classes=len(self._data.classes))
         longest = round(self._data.size * (1 + self._multi_scale))
         if isinstance(model, Yolo) and model.widest < longest:
-            log.warning(
+            log.info(
                 "note       no box is longer than %d pixels, and pictures are up to %d: for objects as large"
                 " as a picture set model.bins=%d",
                 model.widest, longest, math.ceil(longest / (2 * STRIDES[-1])) + 1,

@@ -123,3 +123,12 @@ def test_the_suggestion_trains_better_than_rates_far_from_it(tmp_path: Path, ran
 )
 def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
     assert refusal(tmp_path, words).startswith(message)
+
+
+def test_what_is_thawed_later_is_tested_too(tmp_path: Path) -> None:
+    """With a rate of its own, which the frozen part would not take."""
+    thaw = ["freeze=[conv1.*]", "thaw=0.5", "optim.groups=[{params: 'conv1.*', lr: 0.1}]"]
+    done = ddptrain(tmp_path, ["find", "lr", *DIGITS.split(), *thaw, "steps=30", "highest=1"])
+    assert done.code == 0, done.err
+    assert "group      conv1.*: lr x 0.1" in done.err
+    assert "what thaw= trains later is trained in all steps" in done.err

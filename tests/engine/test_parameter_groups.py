@@ -190,12 +190,3 @@ def test_a_weight_decay_that_the_optimizer_has_not_is_refused(name: str) -> None
         return
     with pytest.raises(UserError, match=r"optim.groups: weight_decay: torch.optim.Rprop has no weight decay"):
         build_optimizer(node, small())
-
-
-def test_a_pattern_may_match_what_is_thawed_later() -> None:
-    """`find lr` of such a run never thaws it."""
-    model, node = small(), {**SGD, "groups": [{"params": "0.*", "lr": 0.1}, {"params": "3.bias", "lr": 2}]}
-    freeze(model, node, ["0.*"])
-    assert sorted(group.lr_scale for group in parameter_groups(model, node)) == [1.0, 2.0]
-    with pytest.raises(UserError, match=r"4\.\*: matches the name of no parameter"):
-        parameter_groups(model, {**SGD, "groups": [{"params": "4.*", "lr": 0.1}]})

@@ -99,7 +99,9 @@ def test_a_run_that_was_killed_has_torchs_rates(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(0.1, 9), (0.05, 19), (0.01, 99), (0.2, 4), (0.5, 1)])
+@pytest.mark.parametrize(
+    ("warmup", "steps"), [(0.1, 9), (0.05, 19), (0.01, 99), (0.2, 4), (0.5, 1), (1 / 3, 2), (1 / 6, 5)]
+)
 def test_onecycle_may_warm_up_for_no_step(warmup: float, steps: int) -> None:
     """torch divides by the steps of the warm-up but one."""
     found = rates({"_target_": "ddptrain.engine.lr_schedules.onecycle", "warmup": warmup}, steps)

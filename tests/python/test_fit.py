@@ -300,6 +300,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y), None, "lerning=1"), {"loss": LOSS}, "lerning"),
     ((net(), (X, Y)), {"loss": LOSS, "device": "cpu"}, 'fit(model, train, None, "device=cpu", ...)'),
     ((net(), (X, Y)), {"loss": LOSS, "batchsize": 8}, "Did you mean batch_size?"),
+    ((net(), (X, Y)), {"loss": LOSS, "valdi": (X, Y)}, "valdi: is no argument of fit. Did you mean valid?"),
     ((net(), (X, Y), None, "--cfg=job"), {"loss": LOSS}, "--cfg=job: from Python"),
     ((net(), (X, Y.float())), {"loss": nn.MSELoss()}, "MSELoss refuses the model's output"),
     ((net(), (X, Y + 1)), {"loss": LOSS}, "has 2 classes, so targets are from 0 to 1."),
@@ -335,7 +336,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     "wrong",
     # those with ranks start processes: a few of them are enough here
-    [pytest.param(i, marks=[pytest.mark.long] * (i >= 41 and i % 4 > 0)) for i in range(len(WRONG))],
+    [pytest.param(i, marks=[pytest.mark.long] * (i >= 42 and i % 4 > 0)) for i in range(len(WRONG))],
 )
 def test_wrong_calls(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message, which says the way out."""
