@@ -139,21 +139,24 @@ class DatasetData(Data):
         self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        workers, parts = worker_count(self._workers, world), self._parts()
+        workers = worker_count(self._workers, world)
+        train_part, valid_part = self._parts()
         # of each rank's own objects, for a random split may differ; before a sample is read, which some keep
-        facts = [part.fingerprints() for part in parts]
+        train_facts, valid_facts = train_part.fingerprints(), valid_part.fingerprints()
         skipped: list[str] = []
         if self._on_error == "skip":
-            names = ("training", "validation")
-            kept, broken = zip(
-                *(_readable(world, *of, seed, workers) for of in zip(names, parts, strict=True)), strict=True
+            train_ids, broken = _readable(world, "training", train_part, seed, workers)
+            valid_ids, broken_valid = _readable(world, "validation", valid_part, seed, workers)
+            train_facts, valid_facts = (
+                [train_facts[i] for i in train_ids],
+                [valid_facts[i] for i in valid_ids],
             )
-            facts = [[of[i] for i in ids] for of, ids in zip(facts, kept, strict=True)]
-            train_part, valid_part = (part.only(ids) for part, ids in zip(parts, kept, strict=True))
-            parts, skipped = (train_part, valid_part), [*broken[0], *broken[1]]
+            train_part, valid_part = train_part.only(train_ids), valid_part.only(valid_ids)
+            skipped = [*broken, *broken_valid]
             tell(skipped)
-        identity = digest([repr((self._classes, *map(len, facts))).encode(), *facts[0], *facts[1]])
-        train, valid = self._samples(parts, seed)
+        sizes = repr((self._classes, len(train_facts), len(valid_facts))).encode()
+        identity = digest([sizes, *train_facts, *valid_facts])
+        train, valid = self._samples((train_part, valid_part), seed)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
     def _samples(self, parts: tuple[_Part, _Part], seed: int | None = None) -> tuple[Samples, Samples]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from ddptrain.api.recipe import Deployed
 from ddptrain.errors import UserError
 
-_LAYERS = ("Convolution", "GroupConvolution", "MatMul", "Interpolate", "Parameter")
+_LAYERS = ("Convolution", "GroupConvolution", "MatMul", "Interpolate", "Parameter", "Constant")
+"""OpenVINO's operations before which boxes, scores or logits are made of what comes out."""
 _PROPERTY = "ddptrain"
 """Under which a file holds the metadata."""
 Precision = Literal["fp32", "fp16", "int8"]
@@ -159,7 +160,7 @@ def _after_the_layers(model: Any) -> list[str]:
     left = [result.input_value(0).get_node() for result in model.get_results()]
     while left:
         node = left.pop()
-        if node.get_friendly_name() not in names and node.get_type_name() not in (*_LAYERS, "Constant"):
+        if node.get_friendly_name() not in names and node.get_type_name() not in _LAYERS:
             names.add(node.get_friendly_name())
             left += [value.get_node() for value in node.input_values()]
     return sorted(names)

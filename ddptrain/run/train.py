@@ -394,7 +394,11 @@ def _note_layers_that_see_one_part(model: nn.Module, replicas: int, passes: int,
             " model trains slightly differently on another number of ranks or micro-batches",
             seen,
         )
-    # nn.LSTM and nn.MultiheadAttention have a number of their own
-    shares = [m.p if isinstance(m, _DropoutNd) else getattr(m, "dropout", 0.0) for m in layers]
-    if any(isinstance(share, float) and share > 0 for share in shares):
+    if any(map(drops_out, layers)):
         log.info("note       dropout draws another mask on each rank and for each micro-batch")
+
+
+def drops_out(layer: nn.Module) -> bool:
+    """Whether a layer draws masks: nn.LSTM and nn.MultiheadAttention have a share of their own."""
+    share = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
+    return isinstance(share, float) and share > 0

@@ -59,7 +59,7 @@ ELSEWHERE = {
     "ddptrain/strategies/fsdp.py": {"_BatchNorm", "_pytree"},
     "ddptrain/strategies/flag_bucket.py": {"_modules"},
     "ddptrain/testing.py": {"_dynamo"},
-    "ddptrain/tools/prove/world.py": {"_BatchNorm", "_DropoutNd"},
+    "ddptrain/tools/prove/world.py": {"_BatchNorm"},
     "ddptrain/tools/sweep/hydra_sweep.py": {"_apply_overrides_to_config", "_internal"},
     "ddptrain/verbs/launch.py": {"_actions"},
     "hydra_plugins/ddptrain_sweep/pool.py": {"_internal"},

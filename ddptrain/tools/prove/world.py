@@ -3,13 +3,13 @@
 from rich.table import Table
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_strict
 from ddptrain.engine.freeze import freeze
 from ddptrain.engine.parameter_groups import parameter_groups
 from ddptrain.errors import UserError
+from ddptrain.run.train import drops_out
 from ddptrain.text import first_few
 from ddptrain.tools.prove.process import Case, ProofResult, Trials
 from ddptrain.tools.prove.state_diff import (
@@ -89,10 +89,9 @@ def _seeing_their_part(model: nn.Module, config: Config) -> list[str]:
     """The kinds of layers that see one rank's part of a global batch by itself, with names, in words."""
     norms, dropouts = [], []
     for name, layer in model.named_modules():
-        share = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
         if isinstance(layer, _BatchNorm) and not config.strategy.get("sync_batchnorm"):
             norms.append(name)
-        elif isinstance(share, float) and share > 0:  # nn.LSTM and nn.MultiheadAttention have a number
+        elif drops_out(layer):
             dropouts.append(name)
     kinds = {"BatchNorm": norms, "dropout": dropouts}
     return [f"{kind} in {first_few(names, 3)}" for kind, names in kinds.items() if names]
