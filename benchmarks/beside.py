@@ -169,17 +169,17 @@ def main() -> None:
         case = CASES[name]
         seconds: dict[str, list[float]] = {kind: [] for kind in case.kinds}
         for turn in range(arguments.rounds):
-            for kind in case.kinds if turn % 2 == 0 else reversed(case.kinds):
+            for kind in case.kinds if turn % 2 == 0 else reversed(list(case.kinds)):
                 with tempfile.TemporaryDirectory() as folder:
                     took = _seconds_a_step(case, case.kinds[kind], large, folder)
                 print(f"{kind}: {took:.4f} s a step", file=sys.stderr, flush=True)
                 seconds[kind].append(took)
         first, *_ = seconds.values()
-        for kind, took in seconds.items():
-            ratios = [own / other for own, other in zip(took, first, strict=True)]
+        for kind, own in seconds.items():
+            ratios = [one / other for one, other in zip(own, first, strict=True)]
             spread = f"**{statistics.median(ratios):.3f}** ({min(ratios):.3f} to {max(ratios):.3f})"
-            cell = "1" if took is first else spread
-            lines.append(f"| {name}: {kind} | {statistics.median(took):.3f} | {cell} |")
+            cell = "1" if own is first else spread
+            lines.append(f"| {name}: {kind} | {statistics.median(own):.3f} | {cell} |")
     note = (
         f"Medians of {arguments.rounds} rounds. watched: two convolutions, a checkpoint every 100 steps."
         f" saves: {arguments.blocks * WIDTH**2 * 4 / 1e9:.1f} GB of weights (fsdp, SGD), a save each step;"

@@ -92,7 +92,7 @@ def step_seconds(recipe: Sequence[str], ranks: int, steps: int, spin: str, folde
     )
     if done.returncode != 0:
         raise SystemExit(f"{recipe}: stopped:\n{done.stderr}")
-    time = json.loads((folder / "run" / "summary.json").read_text())["time"]
+    time: dict[str, float] = json.loads((folder / "run" / "summary.json").read_text())["time"]
     return sum(time[part] for part in _STEP) / steps
 
 

@@ -275,8 +275,8 @@ def adamw(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Lamb
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     settings = {name: value for name, value in arguments_of(config.optim).items() if name != "_target_"}
     optimizer = torch.optim.AdamW(groups, fused=True, **settings)
-    steps, final = config.train.steps or 0, config.sched["final"]
-    warmup = round(config.sched["warmup"] * steps)
+    steps, final = config.train.steps or 0, float(config.sched["final"])
+    warmup: int = round(config.sched["warmup"] * steps)
 
     def share_of_peak(step: int) -> float:
         if step < warmup:

@@ -135,7 +135,9 @@ def known() -> list[Decoder]:
 
 
 def _by_torchvision(content: bytes) -> torch.Tensor:
-    return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    pixels: torch.Tensor = decode_jpeg(data, ImageReadMode.RGB)
+    return pixels
 
 
 def _scaled_by_pillow(pixels: Any) -> Image.Image:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from common import (
@@ -51,7 +51,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.ops import complete_box_iou_loss
 
-from ddptrain.api.recipe import Task
+from ddptrain.api.recipe import Data, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
@@ -165,7 +165,7 @@ def _floats(model: nn.Module) -> list[Tensor]:
 
 def with_ddptrain(job: Job, folder: Path, watch: DataWatch) -> None:
     """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
-    fit(job.config, Watched(job.task, watch), WatchedData(job.data, watch), folder)
+    fit(job.config, Watched(job.task, watch), cast(Data, WatchedData(job.data, watch)), folder)
 
 
 @final

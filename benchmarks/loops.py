@@ -112,7 +112,8 @@ class Run:
         sampler = Sampler(rows.train_size, self.batch, SEED, world.rank, world.size)
         if self.tuned:
             return rows.train_batches(sampler, range(self.steps))
-        return iter(DataLoader(_Plain(rows), batch_sampler=_Ids(sampler, self.steps), collate_fn=_as_is))
+        ids = _Ids(sampler, self.steps)  # a tensor is as good as torch's list of numbers
+        return iter(DataLoader(_Plain(rows), batch_sampler=ids, collate_fn=_as_is))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return self.steps

@@ -20,7 +20,7 @@ def with_lightning(run: Run) -> None:
 
     _quieten("lightning.pytorch", "lightning.fabric")
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
             self.net = run.model()

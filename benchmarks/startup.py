@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from common import check_markers, made_with, publish, rounds_parser
@@ -140,11 +141,15 @@ def _fewer(rounds: int) -> int:
     return min(rounds, max(3, rounds // 2))
 
 
+def _first_step(own: bool, ranks: int) -> float:
+    return start(own, ranks).seconds
+
+
 def measured(rounds: int) -> list[str]:
     lines = ["| | ddptrain | by hand | ratio (min to max) |", "|---|---:|---:|---:|"]
     for ranks, title in ((1, "one process"), (2, "2 ranks: `launch` / torchrun")):
         print(f"first step, {title}", file=sys.stderr)
-        ours, theirs = in_turns(lambda own, ranks=ranks: start(own, ranks).seconds, rounds, "s")
+        ours, theirs = in_turns(partial(_first_step, ranks=ranks), rounds, "s")
         lines.append(row(f"first step, {title}", "s", ours, theirs))
     print("memory, 4 ranks", file=sys.stderr)
     ours, theirs = in_turns(lambda own: start(own, 4, weigh=True).shared_mb, _fewer(rounds), "MB")

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -50,7 +50,7 @@ def main() -> None:
         draw(pictures)
         files = ImageData(ImageFolder(SIDE), Augment(), str(pictures), WORKERS, resident=False)
         list(files.write(blocks, "stream", 8.0))
-        ways = {
+        ways: dict[str, Callable[[], Iterator[Any]]] = {
             "files": lambda: ours(files), "stream": lambda: ours(streamed(str(blocks), home / "cache")),
             "litdata": partial(litdatas, blocks / "train", home / "litdata"),
         }  # fmt: skip

@@ -23,7 +23,7 @@ from ddptrain.api.world import World
 from ddptrain.config.strategy import is_strict
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.warmup import warm_up
-from ddptrain.run.setup import make_task, repeat_bits
+from ddptrain.run.setup import make_task, torch_settings
 from ddptrain.run.train import make_train_step
 from ddptrain.testing import run_ranks
 
@@ -101,13 +101,13 @@ def _turn(world: World, recipe: str, words: Sequence[str]) -> Callable[[], float
     numbers = iter(range(100000))
 
     def turn() -> float:
-        repeat_bits(is_strict(config.strategy))
-        if world.size > 1:
-            dist.barrier()
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            step(batches, step.plan.progress(next(numbers)))
-        return (time.perf_counter() - began) / STEPS
+        with torch_settings(deterministic=is_strict(config.strategy)):
+            if world.size > 1:
+                dist.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                step(batches, step.plan.progress(next(numbers)))
+            return (time.perf_counter() - began) / STEPS
 
     return turn
 

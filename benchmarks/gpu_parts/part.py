@@ -136,7 +136,7 @@ class Job:
         verb = ["launch"] if words[0].startswith("--") else []
         device = [] if any(word.startswith("device=") for word in words) else ["device=cuda"]
         line = [*verb, *words, *device, "observers=[console,jsonl,plots]", f"run.dir={name}"]
-        ran = self.run(name, "-m", "ddptrain", *line, **variables)
+        ran = self.run(name, "-m", "ddptrain", *line, code=0, **variables)
         found = trained(self.folder / name, ran)
         need(bool(found.losses), f"{name}: left no loss")
         numbers = [value for row in found.valid for value in row.values()]
@@ -148,7 +148,7 @@ def trained(folder: Path, ran: Ran) -> Trained:
     """Read a run's folder."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["split"] == "train"]
-    valid = [
+    valid: list[Mapping[str, float]] = [
         {name: value for name, value in row.items() if isinstance(value, float)}
         for row in rows
         if row["split"] == "valid"

@@ -85,7 +85,7 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
     watchdog = Watchdog(world, None if single else config.hang_timeout)
     captures = device.type == "cuda" and config.compile in CAPTURED
     with (
-        _settings(config.deterministic or strict, config.debug.sync),
+        torch_settings(config.deterministic or strict, config.debug.sync),
         watchdog.watching(),
         own_stream(device) if captures else nullcontext(),
     ):
@@ -109,7 +109,7 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
 
 
 @contextmanager
-def _settings(deterministic: bool, finds_anomalies: bool) -> Iterator[None]:
+def torch_settings(deterministic: bool, finds_anomalies: bool = False) -> Iterator[None]:
     """Torch's inside, which are afterwards what they were: the process may be a program's own.
 
     deterministic: only algorithms that give the same bits each time.
