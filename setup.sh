@@ -15,6 +15,7 @@ cd "$(dirname "$0")"
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 WHAT=${1:-setup}
+unset PYTHONDONTWRITEBYTECODE # else each of a thousand processes compiles the package anew
 # suites that are asked for by name
 MARKED="long and not faults and not soak and not cluster and not browser and not trackers and not shells"
 

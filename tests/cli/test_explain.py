@@ -173,10 +173,10 @@ def test_augment_is_told_where_it_goes(said: Said) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "recipe=cnn_digits optim=sgd",
+        pytest.param("recipe=cnn_digits optim=sgd", marks=pytest.mark.long),
         "recipe=cnn_digits optim=sgd optim.weight_decay=0 sched=step strategy=single augment=standard",
         "recipe=finetune optim=muon_with_sgd optim.layer_decay=0.5",
-        "recipe=transformer_text sched=wsd",
+        pytest.param("recipe=transformer_text sched=wsd", marks=pytest.mark.long),
     ],
 )
 def test_what_is_shown_is_what_is_trained(

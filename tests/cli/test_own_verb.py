@@ -60,11 +60,12 @@ def test_a_verb_on_a_runs_model(installed: str, tmp_path: Path) -> None:
             "import nowhere_at_all",
             "sizes:VERB can't be imported (ModuleNotFoundError: No module named 'nowhere_at_all')",
         ),
-        (
+        pytest.param(
             "from ddptrain.verbs.verb import Verb\nVERB = Verb(of_another_version=True)",
             "sizes:VERB can't be imported (TypeError: ",
+            marks=pytest.mark.long,
         ),
-        ("VERB = (", "sizes:VERB can't be imported (SyntaxError: "),
+        pytest.param("VERB = (", "sizes:VERB can't be imported (SyntaxError: ", marks=pytest.mark.long),
         ("VERB = 1", "the entry point sizes:VERB must name a ddptrain.verbs.verb.Verb."),
     ],
 )

@@ -38,7 +38,10 @@ def tree(*words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("recipe", [*IMAGES, "mobilenet_v3"])
+@pytest.mark.parametrize(
+    "recipe",
+    [IMAGES[0], *(pytest.param(recipe, marks=pytest.mark.long) for recipe in (*IMAGES[1:], "mobilenet_v3"))],
+)
 def test_a_preset_replaces_what_data_and_recipe_say(recipe: str, preset: str) -> None:
     plain, chosen = tree(f"recipe={recipe}"), tree(f"recipe={recipe}", f"augment={preset}")
     written = yaml.safe_load((ROOT / f"conf/augment/{preset}.yaml").read_text())

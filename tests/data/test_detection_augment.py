@@ -390,16 +390,20 @@ def same(a: Batch, b: Batch) -> bool:
     return all(torch.equal(x, y) for x, y in zip((*a[:5], *a.placed), (*b[:5], *b.placed), strict=True))
 
 
-@pytest.mark.parametrize("size", [(45, 70), (150, 90)])
-def test_pictures_in_memory_and_read_each_time_give_the_same_batches(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [((45, 70), 0), pytest.param((45, 70), 2, marks=pytest.mark.long), ((150, 90), 0)],
+)
+def test_pictures_in_memory_and_read_each_time_give_the_same_batches(
+    size: tuple[int, int], workers: int
+) -> None:
     data, resident = loaded(size=size)
     chunks = [range(3), range(3, 4)]
-    for workers in (0, 2) if size == (45, 70) else (0,):
-        other, read = loaded(resident=False, workers=workers, size=size)
-        assert len(resident) == 6
-        assert all(same(a, b) for a, b in zip(resident, read, strict=True))
-        valid = zip(data.valid_batches(chunks), other.valid_batches(chunks), strict=True)
-        assert all(same(a, b) for a, b in valid)
+    other, read = loaded(resident=False, workers=workers, size=size)
+    assert len(resident) == 6
+    assert all(same(a, b) for a, b in zip(resident, read, strict=True))
+    valid = zip(data.valid_batches(chunks), other.valid_batches(chunks), strict=True)
+    assert all(same(a, b) for a, b in valid)
 
 
 def test_ranks_share_the_batches_of_one() -> None:

@@ -120,7 +120,7 @@ def test_it_is_the_same_from_everywhere(
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_global_batches_don_t_depend_on_ranks_and_workers(
     blocks: Path, tmp_path: Path, ranks: int, workers: int
 ) -> None:

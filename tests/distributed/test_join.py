@@ -35,6 +35,7 @@ def started(folder: Path, script: str) -> str:
     return ended.err
 
 
+@pytest.mark.long
 def test_the_first_rank_says_for_whom_it_waits(tmp_path: Path) -> None:
     said = [line for line in started(tmp_path, LATE).splitlines() if line.startswith("waiting ")]
     assert said[0] in (

@@ -213,6 +213,7 @@ def test_a_collective_that_ranks_do_not_share(tmp_path: Path, mistake: str) -> N
     assert MISTAKES[mistake] in done.stderr + done.stdout
 
 
+@pytest.mark.long
 def test_the_recipe_of_the_docs_on_two_gpus(tmp_path: Path) -> None:
     """Its evaluation returns a count on the CPU, where NCCL adds up nothing."""
     words = ["--config-dir=tests/packaging/my_recipe", "recipe=my_recipe", f"run.dir={tmp_path}/run"]

@@ -62,7 +62,8 @@ def test_one_agreed_step_a_checkpoint_and_75(
     assert_same_outcome(cwd / "run", undisturbed(ranks, *faulty_words("data.pace=0.0")))
 
 
-@pytest.mark.parametrize("launcher", ["launch", pytest.param("python", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("launcher", ["launch", "python"])
 def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
     launcher: str, tmp_path: Path
 ) -> None:

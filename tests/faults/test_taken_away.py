@@ -136,9 +136,7 @@ def assert_whole(run: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[] if name in ("config.yaml", "metrics.jsonl", "checkpoints") else pytest.mark.faults
-        )
+        pytest.param(name, marks=[] if name == "checkpoints" else pytest.mark.faults)
         for name in (*FILES, "checkpoints", "plots")
     ],
 )
@@ -169,7 +167,8 @@ def test_tensorboards_folder_is_deleted(tmp_path: Path, start: Start, whole: Pat
     assert job.text.count("TensorBoard is switched off: [Errno 2] No such file or directory") == 1, job.text
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", pytest.param("log.txt", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt"])
 def test_a_file_is_replaced(tmp_path: Path, start: Start, whole: Path, name: str) -> None:
     """As by an editor, or by `sed -i`: it is another file of that name."""
     job, file = start(WORDS), tmp_path / "run" / name

@@ -23,8 +23,10 @@ class Slow(Classify):
         return super().loss(model, batch, progress)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kills", [(), (4,), (4, 8), (4, 4)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize(
+    "kills", [(), (4, 8), *(pytest.param(kills, marks=pytest.mark.long) for kills in ((4,), (4, 4)))]
+)
 @pytest.mark.parametrize("save_every", [4, 3])
 def test_a_summary_counts_what_all_processes_have_done(
     tmp_path: Path, ranks: int, kills: tuple[int, ...], save_every: int

@@ -217,7 +217,7 @@ def test_a_redirect_is_an_error(receiver: Receiver, tmp_path: Path, caplog: pyte
     assert "127.0.0.1 answers 301" in caplog.text
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_process_that_outlives_the_run_delays_nothing(
     receiver: Receiver, tmp_path: Path, tells: bool
 ) -> None:

@@ -170,7 +170,11 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     assert found == expected(plan, case, bad), case
 
 
-@pytest.mark.parametrize("case", pairwise_of(CHOICES), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.long] * (i % 2)) for i, case in enumerate(pairwise_of(CHOICES))],
+    ids=str,
+)
 def test_figures_are_those_of_a_loop_over_samples(
     tmp_path: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +190,7 @@ class Sometimes(Known):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3])
 @pytest.mark.parametrize("killed", [None, 3])
 def test_what_only_some_ranks_log(
     ranks: int, late: bool, killed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -267,6 +267,7 @@ def test_the_test_that_the_page_shows_passes(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.long
 def test_its_trainings_end_with_it(folder: Path) -> None:
     """At the signal of a scheduler or of CI, and at a kill."""
     for number, kept_folders in ((signal.SIGTERM, 0), (signal.SIGKILL, 1)):

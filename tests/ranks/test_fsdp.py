@@ -382,8 +382,10 @@ def test_any_number_of_ranks_goes_on(gb: float, tmp_path: Path) -> None:
     "harm",
     [
         "flipped",
-        "two swapped",
-        *(pytest.param(harm, marks=pytest.mark.long) for harm in ("missing", "cut", "no metadata")),
+        *(
+            pytest.param(harm, marks=pytest.mark.long)
+            for harm in ("two swapped", "missing", "cut", "no metadata")
+        ),
     ],
 )
 def test_a_damaged_part_is_noticed_and_the_checkpoint_before_is_used(harm: str, tmp_path: Path) -> None:
@@ -457,7 +459,10 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *more)
 
 
-@pytest.mark.parametrize(("strategy", "size"), [(auto(), 1), (fsdp(), 2), (fsdp(whole_checkpoint_gb=0.0), 2)])
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [(auto(), 1), pytest.param(fsdp(), 2, marks=pytest.mark.long), (fsdp(whole_checkpoint_gb=0.0), 2)],
+)
 def test_a_resume_keeps_the_versions_of_modules(strategy: dict[str, Any], size: int, tmp_path: Path) -> None:
     fit = Fit(PLAN, lambda: nn.Sequential(Versioned(FEATURES, CLASSES)), strategy=strategy)
     ran(fit, size, tmp_path / "whole")
@@ -573,7 +578,8 @@ def test_what_is_frozen_stays_and_is_thawed(tmp_path: Path) -> None:
     assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
-@pytest.mark.parametrize("gb", [pytest.param(1.0, marks=pytest.mark.long), ALL_IN_PARTS])
+@pytest.mark.long
+@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
 def test_replicas_of_two_nodes_train_like_single(gb: float, tmp_path: Path) -> None:
     fit = Fit(PLAN, Transformer, ema=0.9)
     many = replace(fit, strategy=fsdp("hsdp", whole_checkpoint_gb=gb))
@@ -583,7 +589,10 @@ def test_replicas_of_two_nodes_train_like_single(gb: float, tmp_path: Path) -> N
     assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
-@pytest.mark.parametrize("wrap", [[], ["blocks.*"], ["blocks.[01]", "last"]])
+@pytest.mark.parametrize(
+    "wrap",
+    [*(pytest.param(wrap, marks=pytest.mark.long) for wrap in ([], ["blocks.*"])), ["blocks.[01]", "last"]],
+)
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_what_is_a_block_changes_no_number(wrap: Sequence[str], reshard: bool, tmp_path: Path) -> None:
     strategy = fsdp(wrap=wrap, reshard_after_forward=reshard)
@@ -649,7 +658,9 @@ def test_layers_learn_at_their_rates(tmp_path: Path) -> None:
     assert len(groups) > 3
 
 
-@pytest.mark.parametrize("patterns", [["blocks.*"], ["blocks.1", "last"]])
+@pytest.mark.parametrize(
+    "patterns", [pytest.param(["blocks.*"], marks=pytest.mark.long), ["blocks.1", "last"]]
+)
 def test_activations_that_are_computed_again_change_no_bit(patterns: list[str], tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = Transformer()

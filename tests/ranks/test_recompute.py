@@ -128,7 +128,7 @@ def train(
     return newest_state(folder), (folder / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("how", STRATEGIES)
 def test_the_same_bits(tmp_path: Path, how: str, ranks: int) -> None:
     """Weights, buffers, optimizer, averages, metrics. BatchNorm, dropout, LSTM, attention; micro-batches."""

@@ -102,7 +102,8 @@ def taken(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def test_gradients_statistics_and_flags_on_any_number_of_ranks() -> None:
+@pytest.mark.parametrize("sizes", [(2, 3), pytest.param((4, 5, 8), marks=pytest.mark.long)])
+def test_gradients_statistics_and_flags_on_any_number_of_ranks(sizes: tuple[int, ...]) -> None:
     """Several buckets, parameters without a gradient in a shard or at all; more than one step, for the
     memory is used again; and wrapped again, as for thawing."""
 
@@ -121,7 +122,7 @@ def test_gradients_statistics_and_flags_on_any_number_of_ranks() -> None:
     assert flags[0] == 0
     assert len(alone[0]) == 8, "a parameter without a gradient has one of zero"
     assert_same(alone[0], alone[1])
-    for size in (2, 3, 4, 5, 8):
+    for size in sizes:
         for gradients, flags, means in run_ranks(rank, size):
             assert_same(alone, gradients)
             assert flags[0] > 0

@@ -77,7 +77,7 @@ def points(task: type[Classify] = Classify) -> Pair:
     return lambda: (task(with_noise), Vectors(100))
 
 
-@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize("micro_batch", [pytest.param(None, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize(
     ("task", "precision"),
     [

@@ -52,7 +52,7 @@ def trained(
         pytest.param(torch.float64, 1e-11, id="float64"),
     ],
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["lstm", pytest.param("transformer", marks=pytest.mark.long)])
 def test_ranks_and_accumulation_change_neither_weights_nor_perplexity(
     tmp_path: Path, model: str, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -116,7 +116,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ord
     [
         ("lstm", "bf16", "streams"),
         pytest.param("gru", "fp32", "streams", marks=pytest.mark.long),
-        ("transformer", "fp32", "shuffled"),
+        pytest.param("transformer", "fp32", "shuffled", marks=pytest.mark.long),
         pytest.param("transformer", "fp32", "streams", marks=pytest.mark.long),
     ],
 )

@@ -235,13 +235,14 @@ def trained(
     return newest_state(folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, ranks: int) -> None:
     whole = trained(tmp_path / "whole", [(ranks, None)])
     assert_same(whole, trained(tmp_path / "stopped", [(ranks, 4), (ranks, None)]))
     assert whole["step"] == 6
 
 
+@pytest.mark.long
 def test_strict_ranks_give_the_same_bits(tmp_path: Path) -> None:
     alone = trained(tmp_path / "alone", [(1, None)], shards=4)
     assert_same(alone, trained(tmp_path / "ranks", [(2, 4), (3, None)], shards=4))

@@ -108,7 +108,7 @@ def by_hand(model: nn.Module, target: Tensor, loss: Plain) -> Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_the_plain_script(name: str, size: int, tmp_path: Path) -> None:
     make_model, target, given, plain = LOSSES[name]

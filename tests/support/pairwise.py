@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Case = dict[str, Any]
-_CHOICES = 12
-"""Random completions of a pair, of which the one is taken that has most pairs that are still to come."""
-_TRIES = 2000
-"""After so many without one that is possible, two values are taken not to go together."""
+Excluded = Callable[[Case], Any]
+"""Whether a case can't be. It is asked of incomplete cases too: a setting that it reads may be missing."""
+_TRIES = 12
+"""Random completions of a pair, of which the one is taken that has most pairs that are still to come. Where
+none is possible, two values are taken not to go together."""
 
 
 def product_of(choices: Mapping[str, Sequence[Any]]) -> list[Case]:
@@ -18,39 +19,55 @@ def product_of(choices: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def pairwise_of(
-    choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool] = lambda case: True, seed: int = 1
+    choices: Mapping[str, Sequence[Any]], excluded: Sequence[Excluded] = (), seed: int = 1
 ) -> list[Case]:
-    """Cases of the product that are ``possible``; each two values that can be in one are in one. The same for
+    """Cases of the product that nothing excludes; each two values that can be in one are in one. The same for
     a seed."""
     dice, cases = random.Random(seed), []
-    values = [(name, value) for name, of_name in choices.items() for value in of_name]
-    places = [[i for i, (name, _) in enumerate(values) if name == setting] for setting in choices]
-    owner = {place: i for i, of_setting in enumerate(places) for place in of_setting}
-    pairs = itertools.combinations(range(len(values)), 2)
-    missing = dict.fromkeys((a, b) for a, b in pairs if owner[a] != owner[b])  # in order: a seed's cases stay
 
-    def completed(a: int, b: int) -> list[int]:
-        drawn = [of_setting[int(dice.random() * len(of_setting))] for of_setting in places]
-        drawn[owner[a]], drawn[owner[b]] = a, b
-        return drawn
+    def completed(pair: Sequence[tuple[str, Any]]) -> Case | None:
+        """By random values, setting by setting; None where one is left without a value."""
+        case = dict(pair)
+        if _is_excluded(case, excluded):
+            return None
+        for name in dice.sample(list(choices), len(choices)):
+            if name not in case:
+                values = [v for v in choices[name] if not _is_excluded({**case, name: v}, excluded)]
+                if not values:
+                    return None
+                case[name] = dice.choice(values)
+        return {name: case[name] for name in choices}
 
+    settings = [[(name, value) for value in values] for name, values in choices.items()]
+    both = itertools.chain.from_iterable(
+        itertools.starmap(itertools.product, itertools.combinations(settings, 2))
+    )
+    missing = dict.fromkeys(both)  # in order: a seed's cases stay
     while missing:
-        a, b = next(iter(missing))
-        found: list[list[int]] = []
-        for _ in range(_TRIES):
-            drawn = completed(a, b)
-            if possible(dict(values[place] for place in drawn)):
-                found.append(drawn)
-            if len(found) == _CHOICES:
-                break
-        if not found:
-            del missing[a, b]
+        pair = next(iter(missing))
+        best = max(
+            (case for _ in range(_TRIES) if (case := completed(pair)) is not None),
+            key=lambda case: sum(met in missing for met in itertools.combinations(case.items(), 2)),
+            default=None,
+        )
+        if best is None:
+            del missing[pair]
             continue
-        best = max(found, key=lambda drawn: sum(p in missing for p in itertools.combinations(drawn, 2)))
-        for pair in itertools.combinations(best, 2):
-            missing.pop(pair, None)
-        cases.append(dict(values[place] for place in best))
+        for met in itertools.combinations(best.items(), 2):
+            missing.pop(met, None)
+        cases.append(best)
     return cases
+
+
+def _is_excluded(case: Case, excluded: Sequence[Excluded]) -> bool:
+    return any(_answer(rule, case) for rule in excluded)
+
+
+def _answer(rule: Excluded, case: Case) -> bool:
+    try:
+        return bool(rule(case))
+    except KeyError:
+        return False
 
 
 def name_of(case: Case) -> str:

@@ -104,7 +104,9 @@ def test_cmaes_learns_from_points_that_it_has_not_asked_for() -> None:
     assert sum(values) / 10 > 0.6 * sum(value for _, value in earlier) / 60
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    "search", [pytest.param(search, marks=[pytest.mark.long] * (search != "tpe")) for search in SEARCHES]
+)
 def test_a_search_that_is_made_again_from_the_ledger_asks_for_the_same(tmp_path: Path, search: str) -> None:
     """A life with jobs that run, fail, diverge, are pruned and go on: after each event, the search that lives
     and one that is made of the file, as another process does, agree on the next point."""
