@@ -18,11 +18,11 @@ class Placement(NamedTuple):
     reason: str
 
 
-def choose_device(requested: str, world: World, why_no_cuda: Callable[[], str]) -> Placement:
+def choose_device(requested: str, world: World, why_no_cuda: Callable[[], tuple[str, str]]) -> Placement:
     """The device for ``device=requested``, with the reason in words.
 
     ``cuda`` spreads the local ranks over the GPUs in turn; ``cuda:1`` puts all of them on that one.
-    why_no_cuda: called where there is no GPU, for a message.
+    why_no_cuda: called where there is no GPU, for the cause and the remedy, in sentences.
     Raises UserError where the device can't be had.
     """
     on_gpus = requested.startswith(("auto", "cuda")) and torch.cuda.is_available()
@@ -33,7 +33,8 @@ def choose_device(requested: str, world: World, why_no_cuda: Callable[[], str]) 
             return Placement(in_turn, f"auto: {torch.cuda.get_device_name(in_turn)}")
         if torch.backends.mps.is_available() and world.size == 1:
             return Placement(torch.device("mps", 0), "auto: Metal")
-        return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {DOCTOR_HINT}.")
+        cause, _ = why_no_cuda()
+        return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {cause} {DOCTOR_HINT}.")
     try:
         device = torch.device(requested)
     except RuntimeError:
@@ -48,7 +49,7 @@ def choose_device(requested: str, world: World, why_no_cuda: Callable[[], str]) 
         raise UserError(f"device={requested}: must be auto, cpu, cuda, cuda:<index> or mps.")
     if not count:
         raise UserError(
-            f"device={requested}: {why_no_cuda()} Training on the CPU instead would be a silent"
+            f"device={requested}: {' '.join(why_no_cuda())} Training on the CPU instead would be a silent"
             f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {DOCTOR_HINT}."
         )
     if device.index is None:

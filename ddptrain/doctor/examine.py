@@ -96,8 +96,8 @@ def _all(rules: Iterable[Rule], facts: Facts) -> list[Finding]:
     return [finding for rule in rules for finding in rule(facts)]
 
 
-def why_no_cuda() -> str:
-    """The cause and the remedy of the first problem, as sentences: for a training, which has no time for all
+def why_no_cuda() -> tuple[str, str]:
+    """The cause and the remedy of the first problem, in sentences: for a training, which has no time for all
     questions.
 
     The driver is asked only where files and variables show no problem: that takes a tenth of a second.
@@ -109,8 +109,8 @@ def why_no_cuda() -> str:
         facts = collect(settings, [*still(), *of_the_driver()])
         first = _first(dataclasses.replace(facts, torch=torch, torch_cuda=ask_gpus()))
     if first is None:
-        return "PyTorch counts no CUDA device."
-    return f"{first.cause} {first.remedy[0].upper()}{first.remedy[1:].rstrip('.')}."
+        return "PyTorch counts no CUDA device.", "See what nvidia-smi says."
+    return first.cause, f"{first.remedy[0].upper()}{first.remedy[1:].rstrip('.')}."
 
 
 def _first(facts: Facts) -> Finding | None:

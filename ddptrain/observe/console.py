@@ -98,6 +98,8 @@ class Console(Observer):
             metrics, seconds = _format_metrics(result.metrics), clock(times.seconds)
             last = f", the last {event.step - self._first_step}" if self._first_step else ""
             log.info("%s: %s after %d steps%s in %s", result.outcome, metrics, event.step, last, seconds)
+            if (best := dict(result.best)) and (step := best.pop("step")) != event.step:
+                log.info("best       %s at step %d (checkpoint=best)", _format_metrics(best), step)
             if times.timing.samples:
                 if self._evaluations != 1:  # else the line was printed above
                     log.info("time       %s", format_shares(times.timing, self._reading()))

@@ -58,6 +58,7 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
     verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-u", "-m", "ddptrain", *verb, *words]
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
+    message: list[str] = []
     inherited = environment_of_no_rank()  # the training is on this node alone
     with _Signals() as signals:
         process = subprocess.Popen(
@@ -78,10 +79,16 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
                     said.append(line)
                     if folder is None and (first := _FIRST_LINE.fullmatch(line)):
                         folder = first[1]
-                    show(line)
+                    if message or line.startswith("ddptrain: "):
+                        message.append(line)  # held back: it may be raised
+                    else:
+                        show(line)
                 code = process.wait()
             finally:
                 process.kill()  # nothing where it has ended; its ranks end with it
+    if code != ExitCode.USER_ERROR:
+        for line in message:
+            show(line)
     if ends := [number for number in signals.heard if number != signal.SIGINT]:
         saved = code in (ExitCode.DONE, ExitCode.STOPPED)
         raise SystemExit(int(ExitCode.STOPPED) if saved else 128 + ends[0])

@@ -1,6 +1,7 @@
 """Log steps are told by a thread: in order, before all that comes after them, and not without bound."""
 
 import io
+import logging
 import re
 import sys
 import time
@@ -204,6 +205,21 @@ def test_the_progress_bar_goes_on_without_a_loss(monkeypatch: pytest.MonkeyPatch
     console.start(Start(0, 10, False, None))
     console.log(Log(5, 0.5, 50, {"lr": 0.1, "left_out": 5.0}, Lap(Timing(), Timing())))
     console.end(End(5, 10, Result("stopped", {}, {}, True), Times(Timing(), [], 1.0, 1.0)))
+
+
+def test_the_end_names_the_best_where_it_is_an_earlier_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ddptrain"), "propagate", True)
+    for step in (30, 50):
+        result = Result("done", {"accuracy": 0.8, "loss": 0.3}, {"accuracy": 0.9, "step": step}, True)
+        with caplog.at_level(logging.INFO, "ddptrain"):
+            Console().end(End(50, 50, result, Times(Timing(), [], 1.0, 1.0)))
+    assert caplog.messages == [
+        "done: accuracy 0.8000  loss 0.3000 after 50 steps in 0:01",
+        "best       accuracy 0.9000 at step 30 (checkpoint=best)",
+        "done: accuracy 0.8000  loss 0.3000 after 50 steps in 0:01",
+    ]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,16 +167,26 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
         python.Run(tmp_path)
 
 
-def test_a_training_that_fails_raises_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_training_that_fails_raises_with_the_end_of_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RuntimeError, match=r"exit code 4:\n(.*\n)*ddptrain: step \d+ is not finite"):
         python.train(*WORDS, "optim.lr=1e30", f"run.dir={tmp_path}/run")
     assert python.Run(tmp_path / "run").outcome == "diverged"
+    assert re.search(r"^ddptrain: step \d+ is not finite", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_mistake_is_raised_and_not_printed_before(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"^optim\.lrr: there is no such key"):
+        python.train(*WORDS, "optim.lrr=1")
+    assert "lrr" not in capsys.readouterr().out
 
 
 FOREVER = "['recipe=cnn_digits', 'device=cpu', 'train.epochs=100000', 'log.every=1', 'run.dir=run']"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None:
     text = f"import ddptrain; run = ddptrain.train(*{FOREVER}, ranks={ranks}); print('outcome', run.outcome)"
     process, mark = script(tmp_path, text)
@@ -196,8 +207,8 @@ def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None
 @pytest.mark.parametrize(
     ("number", "ranks"),
     [
-        (signal.SIGHUP, 2),
-        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, 2, marks=pytest.mark.long),
+        (signal.SIGTERM, 1),
         pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.long),
     ],
 )
