@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,8 @@ from ddptrain.verbs.argv import parse
 
 _FIRST_LINE = re.compile(r"ddptrain \S+  recipe .+?  run (.+)")
 """Of the log. It names the folder."""
+_RANK = r"(\[rank\d+\]: )?"
+"""Before a line of a traceback, where there are several."""
 _LINES_KEPT = 1000
 _LINES_SHOWN = 30
 
@@ -98,8 +101,15 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
         raise KeyboardInterrupt("the training has ended before it could save")
     if code == ExitCode.USER_ERROR:
         raise UserError(re.split(r"^ddptrain: ", "\n".join(said), flags=re.MULTILINE)[-1].strip())
-    end = "\n".join(list(said)[-_LINES_SHOWN:])
-    raise RuntimeError(f"the training has failed, with exit code {code}:\n{end}")
+    raise RuntimeError(f"the training has failed, with exit code {code}:\n{_end_of(said)}")
+
+
+def _end_of(log: Iterable[str]) -> str:
+    """Its last lines; of a traceback, which was shown, the error alone."""
+    lines = list(log)[-_LINES_SHOWN:]
+    frames = [number for number, line in enumerate(lines) if re.match(rf'{_RANK}  File "', line)]
+    error = dropwhile(re.compile(f"{_RANK} ").match, lines[frames[-1] :]) if frames else ()
+    return "\n".join(list(error) or lines)
 
 
 class _Signals:

@@ -348,6 +348,17 @@ def test_wrong_calls(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_error_in_the_model_is_named_without_the_traceback(tmp_path: Path, ranks: int) -> None:
+    """That is in the log."""
+    said = r"^the training has failed, with exit code 1:\n(\[rank\d\]: )?RuntimeError: mat1 and mat2 shapes"
+    with pytest.raises(RuntimeError, match=said):
+        ddptrain.fit(
+            nn.Linear(4, 3), (torch.zeros(64, 5), torch.zeros(64).long()), None, "device=cpu",
+            loss=nn.CrossEntropyLoss(), epochs=1, run_dir=tmp_path / "run", ranks=ranks,
+        )  # fmt: skip
+
+
 def test_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "fit")
     monkeypatch.chdir(tmp_path)
