@@ -99,9 +99,14 @@ def check_sparse(layers: Sequence[str], optimizer: Optimizer, strategy: Strategy
             f"optim: {name} takes no sparse gradients, and {layers[0]} of the model has sparse=True. Use"
             " torch.optim.SGD, Adagrad or SparseAdam, or sparse=False."
         )
+    if isinstance(optimizer, SparseAdam) and strategy.shards is not None:
+        raise UserError(
+            "optim: SparseAdam takes sparse gradients alone, and strategy=strict adds up dense ones. Use"
+            " torch.optim.Adam, or another strategy."
+        )
     if not strategy.takes_sparse_gradients:
         raise UserError(
             f"strategy: {layers[0]} of the model has sparse=True; torch's DDP then averages other layers'"
             " gradients wrongly (seen with 2.11 and 2.15), and FSDP takes none. Use sparse=False, or"
-            " strategy=strict."
+            " strategy=strict with SGD or Adagrad."
         )

@@ -199,6 +199,7 @@ EXCLUDED: Sequence[Excluded] = [
     ),
     lambda case: case["optimizer"] == "sparse_adam" and not case["sparse"],
     lambda case: case["optimizer"] == "sparse_adam" and case["clipped"],
+    lambda case: case["optimizer"] == "sparse_adam" and case["strategy"].startswith("strict"),
     lambda case: case["optimizer"] == "muon" and case["sparse"],
     lambda case: case["strategy"] == "fsdp2_bf16" and case["precision"] != "bf16",
     lambda case: case["complex"] and case["optimizer"] in NOT_COMPLEX,
