@@ -230,11 +230,12 @@ class Task(ABC):
         """
         raise NotImplementedError
 
-    def predict_sample(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict_sample(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the model says of one thing that a program brings: ``ddptrain.load(run).predict(sample)``. The
         model is in evaluation mode and has no gradients."""
         raise UserError(
-            f"predict: {type(self).__name__} offers none to a program. The verb predict writes files."
+            f"predict: {type(self).__name__} offers none to a program. Use `python -m ddptrain predict`, or"
+            " the model itself: .module."
         )
 
     def deploy(self, model: nn.Module, *args: Any, **kwargs: Any) -> Deployed:

@@ -53,6 +53,8 @@ class Drawer:
         self._waiting: dict[str, _Request] = {}
         self._in_progress: _Request | None = None
         """The request in progress."""
+        self._saves = False
+        """Whether what was drawn is being saved."""
         self._lacking: set[str] = set()
         """Letters that have been said to be in no font."""
         self._changed = threading.Condition()
@@ -88,7 +90,7 @@ class Drawer:
         with self._changed:
             self._at_end = True
             self._changed.notify_all()
-            while self._waiting or self._in_progress is not None:
+            while self._waiting or self._in_progress is not None or self._saves:
                 if not self._changed.wait(until - time.monotonic()):
                     log.warning("drawing the figures takes too long; some are missing")
                     self._waiting.clear()
@@ -119,20 +121,22 @@ class Drawer:
             except (EOFError, OSError):
                 code = self._process.wait()  # below 0: of a signal
                 answer = RenderedFigure(b"", f"the drawing process has ended with exit code {code}")
+            if answer.error:
+                log.warning("%s was not drawn: %s", name, answer.error)
+            self._say_lacking(name, answer.lacking)
             with self._changed:
                 self._spent += answer.seconds
                 self._needs[name] = answer.seconds
-                if answer.error:
-                    log.warning("%s was not drawn: %s", name, answer.error)
-                self._say_lacking(name, answer.lacking)
-                for receiver in request.receivers if answer.png else ():
-                    try:
-                        receiver(answer.png)
-                    except OSError as error:
-                        log.warning("%s was drawn, but could not be saved: %s", name, error)
-                    except Exception:  # of any kind: it must not end the training
-                        log.exception("%s was drawn, but could not be saved", name)
-                self._in_progress = None
+                self._in_progress, self._saves = None, True
+            for receiver in request.receivers if answer.png else ():  # a slow disk must not hold up `draw`
+                try:
+                    receiver(answer.png)
+                except OSError as error:
+                    log.warning("%s was drawn, but could not be saved: %s", name, error)
+                except Exception:  # of any kind: it must not end the training
+                    log.exception("%s was drawn, but could not be saved", name)
+            with self._changed:
+                self._saves = False
                 self._changed.notify_all()
 
     def _until_allowed(self, name: str) -> float:

@@ -7,11 +7,11 @@ from ddptrain.text import parse_json
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one cut short by a kill is left out."""
+    """The lines of a metrics.jsonl, up to one that was cut short by a kill or is damaged."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_bytes().splitlines():
         try:
             lines.append(parse_json(text))
         except ValueError:

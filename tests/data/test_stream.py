@@ -178,7 +178,8 @@ def test_it_says_what_can_t_be(blocks: Path, tmp_path: Path) -> None:
     for words, key in (
         ({"url": None}, r"data\.source\.url"), ({"url": "ftp://x/y"}, "must begin with"),
         ({"url": str(tmp_path)}, "holds neither"), ({"url": f"{tmp_path}/no"}, "there is no such folder"),
-        ({"cache_gb": 1e-6}, r"data\.source\.cache_gb"),
+        ({"cache_gb": 1e-6}, r"data\.source\.cache_gb=1e-06: a block of the validation set has"),
+        ({"cache_gb": 5e-5}, r"data\.source\.cache_gb=5e-05: samples are shuffled"),
         ({"shuffle_blocks": 0}, "shuffle_blocks"), ({"classes": 2}, r"data\.source\.classes"),
         ({"url": "s3://sets/same", "cache": None}, r"cache=null"),
     ):  # fmt: skip

@@ -21,6 +21,7 @@ from streamed_sets import assert_same, blocks, pictures, streamed, trained, writ
 
 from ddptrain.api.world import World
 from ddptrain.data.masks.data import MaskData
+from ddptrain.data.stream.block_prefetch import BlockPrefetch, Need
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.masks import StreamMasks
@@ -251,6 +252,18 @@ def test_the_folder_stays_within_its_bounds_and_what_was_needed_last_stays(tmp_p
         cache.touch(0)
     assert cache.path(0).exists()
     assert [i for i in range(1, 12) if cache.path(i).exists()] == [8, 9, 10, 11]
+
+
+def test_what_comes_next_is_fetched_even_if_one_batch_needs_more_than_the_share(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache", tmp_path / "store", limit=50_000)
+    needs = [Need(i, range(4 * i, 4 * i + 4)) for i in range(3)]
+    with BlockPrefetch(cache, needs, share=2500) as ahead:
+        for position in range(3):
+            ahead.at(position)
+            until = time.monotonic() + 20
+            while not cache.path(4 * position).exists():
+                assert time.monotonic() < until, f"nothing for batch {position}"
+                time.sleep(0.01)
 
 
 def fill(folder: Path, store: Path, seed: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import random
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,19 +74,25 @@ def test_of_a_single_file_the_last_twentieth_is_held_out(
 
 
 def test_what_ddptrain_wrote_itself_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token files, and the folders of runs, where both lie in the folder of the text."""
+    """The token files, and the folders of runs, sweeps and sets, where they lie in the folder of the text."""
     monkeypatch.chdir(tmp_path)
     for i in range(3):
         Path(f"{i}.txt").write_text(f"text {i}\n" * 20)
     Path("empty.txt").touch()
     data = opened(Path(), Path("data"), window=4)
     before = data.identity
-    run = Path("runs/lstm_text/one")
-    run.mkdir(parents=True)
-    for name in ("config.yaml", "command.txt", "log.txt"):
-        (run / name).write_text("not text")
+    for folder, names in {
+        "runs/lstm_text/one": ("config.yaml", "command.txt", "log.txt"),
+        "runs/lstm_text/begun": (".lock", "log.txt"),
+        "runs/lstm_text/sweep": (".lock", "ledger.jsonl", "0/output.txt"),
+        "blocks": ("ddptrain.json", "train/chunk-0-0.bin"),
+        "half": ("progress.jsonl", "train/chunk-0-0.bin"),
+    }.items():
+        for name in names:
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_text('{"set": "not text"}')
     assert opened(Path(), Path("data"), window=4).identity == before
-    assert len(os.listdir("data/tokens")) == 1
+    assert len(list(Path("data/tokens").glob("text-*"))) == 1
     Path("3.txt").write_text("more\n" * 20)
     assert opened(Path(), Path("data"), window=4).identity != before
 
@@ -226,13 +233,13 @@ def test_tokens_are_made_once_and_anew_when_a_file_has_changed(tmp_path: Path) -
     text = tmp_path / "text"
     text.write_text("one two three\n" * 20)
     opened(text, tmp_path / "data", window=4)
-    [folder] = (tmp_path / "data/tokens").iterdir()
+    [folder] = (tmp_path / "data/tokens").glob("text-*")
     before = (folder / "train").stat().st_mtime_ns
     opened(text, tmp_path / "data", window=4)
     assert (folder / "train").stat().st_mtime_ns == before
     text.write_text("one two four\n" * 20)
     assert opened(text, tmp_path / "data", window=4).train_size == 19 * len("one two four\n") // 4
-    assert len(list((tmp_path / "data/tokens").iterdir())) == 2
+    assert len(list((tmp_path / "data/tokens").glob("text-*"))) == 2
 
 
 def test_another_level_or_time_makes_other_tokens(tmp_path: Path) -> None:
@@ -247,29 +254,21 @@ def test_another_level_or_time_makes_other_tokens(tmp_path: Path) -> None:
 def test_token_files_that_are_cut_short_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("one two three\n" * 20)
     opened(tmp_path / "text", tmp_path / "data", window=4)
-    [folder] = (tmp_path / "data/tokens").iterdir()
+    [folder] = (tmp_path / "data/tokens").glob("text-*")
     os.truncate(folder / "train", 5)
     with pytest.raises(UserError, match="its token files are cut short"):
         opened(tmp_path / "text", tmp_path / "data", window=4)
 
 
-def test_a_job_that_was_slower_takes_what_the_faster_one_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_jobs_one_writes_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("one two three\n" * 20)
     corpus = TextFiles(str(tmp_path / "text")).corpus()
-    folder = tmp_path / "tokens/text"
-    rename = Path.rename
-
-    def late(self: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "rename", rename)
-        write_tokens(folder, corpus, "bytes")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", late)
-    write_tokens(folder, corpus, "bytes")
-    assert len(open_tokens(folder).train) == 266
-    assert os.listdir(tmp_path / "tokens") == ["text"]
+    (tmp_path / "tokens/.another.part").mkdir(parents=True)
+    (tmp_path / "tokens/.another.part/train").write_text("hal")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: write_tokens(tmp_path / "tokens/text", corpus, "bytes"), range(2)))
+    assert len(open_tokens(tmp_path / "tokens/text").train) == 266
+    assert sorted(os.listdir(tmp_path / "tokens")) == [".lock", "text"]
 
 
 def test_ranks_of_a_node_share_what_one_of_them_makes(tmp_path: Path) -> None:
@@ -282,7 +281,8 @@ def test_ranks_of_a_node_share_what_one_of_them_makes(tmp_path: Path) -> None:
 
     results = run_ranks(rank, 3)
     assert results == [results[0]] * 3
-    assert len(results[0][1]) == 1, "nothing is left of writing aside"
+    assert [name for name in results[0][1] if "part" in name] == [], "nothing is left of writing aside"
+    assert len(results[0][1]) == 2, "and the lock"
 
 
 # -- windows ----------------------------------------------------------------------------------------

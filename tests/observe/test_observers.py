@@ -17,7 +17,9 @@ from ddptrain.api.observer import End, Evaluated, Log, Observer, Result, RunInfo
 from ddptrain.api.timing import Lap, Timing
 from ddptrain.observe.console import Console
 from ddptrain.observe.dispatch import Observers
+from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.lock import lock_folder, unlock_folder
+from ddptrain.observe.metrics_file import read_lines
 
 START = Start(0, 100, False, None)
 END = End(9, 9, Result("done", {}, {}, True), Times(Timing(), [], 1.0, 1.0))
@@ -220,6 +222,18 @@ def test_the_end_names_the_best_where_it_is_an_earlier_one(
         "best       accuracy 0.9000 at step 30 (checkpoint=best)",
         "done: accuracy 0.8000  loss 0.3000 after 50 steps in 0:01",
     ]
+
+
+def test_metrics_end_where_the_file_is_damaged(tmp_path: Path) -> None:
+    """By a crash of the machine; what follows is written anew."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "split": "train"}\n\x00\xff\xfe')
+    assert read_lines(file) == [{"step": 1, "split": "train"}]
+    jsonl = Jsonl()
+    jsonl.start(Start(1, 9, False, None, RunInfo(tmp_path)))
+    jsonl.log(logged(2))
+    jsonl.end(END)
+    assert [line["step"] for line in read_lines(file)] == [1, 2]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

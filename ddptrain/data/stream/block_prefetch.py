@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar, final
 
 from ddptrain.data.stream.cache import BlockCache
@@ -82,6 +82,7 @@ class BlockPrefetch:
 
     def _next(self) -> list[int]:
         """The blocks that are read now and those after them, as far as the room goes."""
+        self._known += islice(self._needs, max(0, 2 - len(self._known)))  # `at` looks at the next one
         wanted: dict[int, None] = {}
         taken = 0
         for need in chain(list(self._known), self._unseen()):

@@ -218,7 +218,7 @@ class BlockCache:
         while not self._took_room(size, part):
             if time.monotonic() > until:
                 raise UserError(
-                    f"data.source.cache_gb: {self._folder} may hold {self.limit / 1e9:.1f} GB, and all of it"
+                    f"data.source.cache_gb: {self._folder} may hold {self.limit / 1e9:.3g} GB, and all of it"
                     " is being fetched by others at once. Make it larger.",
                     everywhere=False,
                 )

@@ -136,7 +136,7 @@ class Streamed:
             for (url, _, part), folder in zip(self._parts, self._index_folders, strict=True)
         )
         blocks = [list(part.samples.cache.blocks) for part in (first, second)]
-        self._check_room(blocks[0])
+        self._check_room(*blocks)
         facts = [manifest.digest, valid_manifest.digest, self._window, blocks]
         identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if manifest.kind and valid_manifest.kind and manifest.kind != valid_manifest.kind:
@@ -208,11 +208,17 @@ class Streamed:
             StreamSamples(cache, part.fields, Blocks(cache.blocks.samples, self._window)), columns
         )
 
-    def _check_room(self, blocks: list[Block]) -> None:
+    def _check_room(self, train: list[Block], valid: list[Block]) -> None:
         if self._cache is None:
             return
-        largest = sorted((block.size for block in blocks), reverse=True)[: self._window]
-        if sum(largest) > PREFETCH_SHARE * self._limit:
+        room = PREFETCH_SHARE * self._limit
+        if (size := max((block.size for block in valid), default=0)) > room:
+            raise UserError(
+                f"data.source.cache_gb={self._limit / 1e9:g}: a block of the validation set has"
+                f" {size / 1e9:.3g} GB. Make the cache larger, or write that set with a smaller block_mb."
+            )
+        largest = sorted((block.size for block in train), reverse=True)[: self._window]
+        if sum(largest) > room:
             raise UserError(
                 f"data.source.cache_gb={self._limit / 1e9:g}: samples are shuffled within"
                 f" data.source.shuffle_blocks={self._window} blocks, which are up to"

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
 _PROGRESS = "progress.jsonl"
+_FIRST = b'{"set": '
+"""What it begins with."""
 _LOOKED_AT = 64
 """Samples by which the usual size of one is told."""
 
@@ -36,6 +39,13 @@ class PartToWrite:
     count: int
     sample: Callable[[int], Sample]
     columns: Callable[[Tensor], Mapping[str, Tensor]]
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a set is being written there, or was when the writer died."""
+    with suppress(OSError), (folder / _PROGRESS).open("rb") as progress:
+        return progress.read(len(_FIRST)) == _FIRST
+    return False
 
 
 @final

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import final
 
 from ddptrain.data.pictures import note_links
+from ddptrain.data.stream.manifest import NAME as MANIFEST
+from ddptrain.data.stream.write import is_begun
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
@@ -21,7 +23,8 @@ HELD_OUT = 20
 """Every 20th file, or the last 20th of a single one, is held out."""
 _BLOCK = 1 << 24
 CONTINUATION = bytes(range(0x80, 0xC0))  # Bytes that in UTF-8 continue a character
-_OF_A_RUN = ("config.yaml", "command.txt")  # Files by which a folder is known to be a run of ddptrain
+_MARKS = (("config.yaml", "command.txt"), (".lock", "log.txt"), (".lock", "ledger.jsonl"), (MANIFEST,))
+"""Files by which a folder is known to be a run of ddptrain, one that has just begun, a sweep, or a set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class StandardLibrary(TextSource):
 
 def _files(path: Path, pattern: str, root: Path | None) -> list[Path]:
     """The files whose names match, sorted; without hidden ones, what ddptrain keeps in ``data.root``, and the
-    folders of its own runs. Raises OSError where a folder can't be read."""
+    folders of its own runs, sweeps and sets. Raises OSError where a folder can't be read."""
     matching: list[Path] = []
     left_out = set() if root is None else _left_out(path.resolve(), root.resolve())
     for folder, inner, names in os.walk(path, onerror=_raised):
@@ -138,14 +141,15 @@ def _files(path: Path, pattern: str, root: Path | None) -> list[Path]:
         for name in [name for name in inner if (here / name).resolve() in left_out]:
             inner.remove(name)
             log.info("note       data: %s is left out: ddptrain keeps sets and tokens there", here / name)
-        inner[:] = [
-            name
-            for name in inner
-            if not name.startswith(".") and not all((here / name / file).is_file() for file in _OF_A_RUN)
-        ]
+        inner[:] = [name for name in inner if not name.startswith(".") and not _is_ours(here / name)]
         chosen = [here / name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
         matching += [path for path in chosen if path.is_file()]
     return sorted(matching)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether ddptrain has written it."""
+    return is_begun(folder) or any(all((folder / name).is_file() for name in mark) for mark in _MARKS)
 
 
 def _left_out(path: Path, root: Path) -> set[Path]:

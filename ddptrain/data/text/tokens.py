@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +14,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.disk import folder_by_content, map_file, size_and_time
+from ddptrain.data.disk import exclusive_lock, folder_by_content, map_file, size_and_time
 from ddptrain.data.text.corpus import TOKENS, Corpus, Document
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
@@ -110,7 +109,8 @@ def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
 
 
 def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
-    """Write the token files, aside and then renamed, unless they are there. Runs in one process a node.
+    """Write the token files, aside and then renamed, unless they are there. Runs in one process a node; of
+    several jobs one writes, and the others wait.
 
     Raises UserError where a file can't be read, is no UTF-8 (for characters), or the disk refuses.
     """
@@ -118,34 +118,40 @@ def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            alphabet = None if level == "bytes" else _alphabet([*corpus.train, *corpus.valid])
-            digest = hashlib.sha256(json.dumps(alphabet).encode())
-            sizes = [
-                _write(aside / part, _encoded(documents, alphabet), digest)
-                for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True)
-            ]
-            about = {
-                "alphabet": alphabet,
-                "documents": [len(corpus.train), len(corpus.valid)],
-                "sizes": sizes,
-                "sha256": digest.hexdigest(),
-            }
-            _write(aside / _ABOUT, [json.dumps(about).encode()], digest)
+        aside = folder.with_name(f".{folder.name}.part")
+        with exclusive_lock(folder.parent / ".lock"):
+            if folder.is_dir():
+                return
+            for left in folder.parent.glob(".*.part"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            aside.mkdir()
             try:
+                _write_parts(aside, corpus, level)
                 aside.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another job was faster, with the same files
-                    raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise UserError(
             f"{folder}: the tokens can't be written ({error.strerror}). Make room, or name another"
             " folder with data.root=...",
             everywhere=False,
         ) from error
+
+
+def _write_parts(folder: Path, corpus: Corpus, level: Level) -> None:
+    alphabet = None if level == "bytes" else _alphabet([*corpus.train, *corpus.valid])
+    digest = hashlib.sha256(json.dumps(alphabet).encode())
+    sizes = [
+        _write(folder / part, _encoded(documents, alphabet), digest)
+        for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True)
+    ]
+    about = {
+        "alphabet": alphabet,
+        "documents": [len(corpus.train), len(corpus.valid)],
+        "sizes": sizes,
+        "sha256": digest.hexdigest(),
+    }
+    _write(folder / _ABOUT, [json.dumps(about).encode()], digest)
 
 
 def open_tokens(folder: Path) -> Tokens:

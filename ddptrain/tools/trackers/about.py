@@ -11,7 +11,7 @@ from typing import Any
 from ddptrain.keys import flat_values
 from ddptrain.observe.lock import lock_file
 from ddptrain.observe.summary_file import current_summary
-from ddptrain.text import parse_json, parse_yaml, replace_file
+from ddptrain.text import json_object, parse_yaml, replace_file
 
 _HOME = "trackers"
 _OF_A_SWEEP = "ledger.jsonl"
@@ -45,7 +45,7 @@ class About:
     @property
     def outcome(self) -> str:
         """Of the run's last process; '' if that has not ended by itself."""
-        summary, times = (_read(self.folder / name) for name in ("summary.json", "times.json"))
+        summary, times = (json_object(self.folder / name) for name in ("summary.json", "times.json"))
         return str(current_summary(summary, times).get("outcome", ""))
 
     @property
@@ -71,7 +71,7 @@ class About:
 
 def about(folder: Path, to: str, project: str | None = None) -> About:
     """Of a run's folder. project: another than the run's own options say."""
-    options = _read(folder / _HOME / f"{to}.json")
+    options = json_object(folder / _HOME / f"{to}.json")
     recipe = str(parse_yaml((folder / "config.yaml").read_text()).get("recipe", "ddptrain"))
     above = folder.resolve().parent
     project = project or options.get("project") or recipe
@@ -90,13 +90,13 @@ def write_options(folder: Path, to: str, options: Mapping[str, Any]) -> None:
 
 def sent_so_far(run: About, to: str) -> dict[str, int]:
     """The last step that was sent to the run's project, by split."""
-    return dict(_read(run.home / f"{to}.sent.json").get(run.project, {}))
+    return dict(json_object(run.home / f"{to}.sent.json").get(run.project, {}))
 
 
 def write_sent(run: About, to: str, sent: Mapping[str, int]) -> None:
     """By the one process that sends this run to this tracker."""
     path = run.home / f"{to}.sent.json"
-    _write(path, {**_read(path), run.project: sent})
+    _write(path, {**json_object(path), run.project: sent})
 
 
 def _id_of(folder: Path) -> str:
@@ -105,13 +105,9 @@ def _id_of(folder: Path) -> str:
     path.parent.mkdir(exist_ok=True)
     with (path.parent / "run.lock").open("w") as lock:
         lock_file(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if "id" not in json_object(path):
             _write(path, {"id": uuid.uuid4().hex[:16]})
-    return str(_read(path)["id"])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(parse_json(path.read_text())) if path.exists() else {}
+    return str(json_object(path)["id"])
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
