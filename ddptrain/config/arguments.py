@@ -12,7 +12,7 @@ TRUST = "--trust"
 OURS = (*CONFIG_DIR, ENV, SCRIPT, TRUST)
 """Options that are not Hydra's, and go into a run's record."""
 HELP = ("--help", "-h")
-SHOW_JOB = ("--cfg=job", "-c=job")
+SHOW_JOB, SHOW_ALL = ("--cfg=job", "-c=job"), ("--cfg=all", "-c=all")
 PACKAGE = ("--package", "-p")
 
 
@@ -55,4 +55,4 @@ class Arguments:
     @property
     def shows_config(self) -> bool:
         """Whether the config is printed, and nothing is done."""
-        return bool({*HELP, *SHOW_JOB} & set(self.options))
+        return bool({*HELP, *SHOW_JOB, *SHOW_ALL} & set(self.options))

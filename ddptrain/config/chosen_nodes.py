@@ -3,30 +3,25 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from ddptrain.config.augment_group import Tree
-from ddptrain.config.limits import few_interpolations
-from ddptrain.errors import UserError
 from ddptrain.keys import key_of
 
 _SECTIONS = ("optim", "sched", "strategy")
 _OF_ANY_OPTIMIZER = ("groups", "layer_decay")
 
 
-def place_nodes(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[str]], Tree]) -> Tree:
-    """The tree, and where the words of the command line choose another optimizer, schedule or strategy than
-    the recipe's, with that one's own arguments. What the words set is kept; a rate for AdamW is none for SGD,
-    but a share of the run is the same for each schedule that has it, and so for strategies.
+def chosen_nodes(tree: Tree, words: Sequence[str], alone: Callable[[Sequence[str]], Tree]) -> Tree:
+    """The sections for which the words of the command line choose another optimizer, schedule or strategy
+    than the recipe's: with that one's own arguments. What the words set is kept; a rate for AdamW is none for
+    SGD, but a share of the run is the same for each schedule that has it, and so for strategies.
 
-    composed: the tree that some words alone make. Each takes a tenth of a second.
+    tree: with its interpolations. alone: the tree that some words alone make; it takes a tenth of a second.
     """
     choices = {word.partition("=")[0]: word for word in words if word.partition("=")[0] in _SECTIONS}
     if not choices:
-        return tree
-    chosen = composed(list(choices.values()))
-    recipes = cache(lambda: composed([word for word in words if word.startswith("recipe=")]))
+        return {}
+    chosen, nodes = alone(list(choices.values())), {}
+    recipes = cache(lambda: alone([word for word in words if word.startswith("recipe=")]))
     for section in choices:
         own = _without(chosen[section], [word for word in words if word.startswith(f"~{section}.")])
         if section != "optim" and tree[section].keys() <= own.keys():
@@ -34,28 +29,13 @@ def place_nodes(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[s
         if own.get("_target_") == recipes()[section].get("_target_"):
             continue
         typed = {key_of(word).removeprefix(f"{section}.").partition(".")[0] for word in words}
-        own = _looked_up(own, tree, section)
         of_any = _OF_ANY_OPTIMIZER if section == "optim" else own.keys() - {"_target_"}
         kept = {name: value for name, value in tree[section].items() if name in {*of_any, *typed}}
-        tree = {**tree, section: {**own, **kept}}
-    return tree
+        nodes[section] = {**own, **kept}
+    return nodes
 
 
 def _without(node: Tree, words: Sequence[str]) -> Tree:
     """Without what ``~section.name`` has taken out of it."""
     removed = {word.rpartition(".")[2] for word in words}
     return {name: value for name, value in node.items() if name not in removed}
-
-
-def _looked_up(node: Tree, tree: Tree, section: str) -> Tree:
-    """With the values that its interpolations name, as it stands in the tree."""
-    if not any("${" in str(value) for value in node.values()):
-        return node
-    try:
-        with few_interpolations():
-            whole = OmegaConf.to_container(OmegaConf.create({**tree, section: node}), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{section}: {error.msg or error}") from error
-    assert isinstance(whole, dict)
-    looked_up: Tree = whole[section]
-    return looked_up

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.config.arguments import EXPLAIN, GROUPS, OURS, Arguments
+from ddptrain.config.arguments import EXPLAIN, GROUPS, OURS, PACKAGE, SHOW_ALL, Arguments
 from ddptrain.config.augment_group import Tree, place_augment
 from ddptrain.config.check import type_message
-from ddptrain.config.chosen_nodes import place_nodes
+from ddptrain.config.chosen_nodes import chosen_nodes
 from ddptrain.config.explain import explained, hydra_loader, no_section, no_such_key, plain_tree
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
 from ddptrain.config.overrides import check_override, expect_one_value, parsed
@@ -41,7 +42,7 @@ def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
     words = _checked_words(arguments)
     if keys := arguments.values_of(EXPLAIN):
         with _hydra_errors_as_user_errors(words):
-            print(explained(keys[0], words, lambda tree: placed(tree, words, _composed_meanwhile)))
+            print(explained(keys[0], words, partial(placed, words=words, alone=_composed_meanwhile)))
         return None
     if not arguments.shows_config and not {*_options_of_hydra(arguments)} <= {"--run", "-r"}:
         _run_hydra(arguments, words, lambda composed: None)
@@ -51,8 +52,11 @@ def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
         composed = hydra.compose("config", words, return_hydra_config=True)
         with open_dict(composed):
             of_hydra = composed.pop("hydra")
-        tree, words = tree_of(composed, of_hydra.runtime.choices), list(of_hydra.overrides.task)
-        return placed(tree, words, _composed_meanwhile), words
+        words = _typed(of_hydra)
+        tree = placed(composed, of_hydra.runtime.choices, words, _composed_meanwhile)
+        if {*SHOW_ALL} & {*arguments.options}:
+            tree["hydra"] = OmegaConf.to_container(of_hydra)
+        return tree, words
 
 
 def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
@@ -63,9 +67,9 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
     """
 
     def task(composed: DictConfig) -> None:
-        tree = tree_of(composed, HydraConfig.get().runtime.choices)
-        words = list(HydraConfig.get().overrides.task)
-        job(placed(tree, words, _composed_meanwhile), words)
+        of_hydra = HydraConfig.get()
+        words = _typed(of_hydra)
+        job(placed(composed, of_hydra.runtime.choices, words, _composed_meanwhile), words)
 
     _run_hydra(arguments, _checked_words(arguments), task)
 
@@ -76,11 +80,21 @@ def _checked_words(arguments: Arguments) -> list[str]:
     checked = _checked_overrides(arguments, arguments.overrides)
     if not arguments.sweeps:
         expect_one_value(checked)
-    for name in (option.partition("=")[0] for option in arguments.options):
+    shown = {*arguments.values_of("--cfg"), *arguments.values_of("-c")}
+    if others := shown - {"job", "hydra", "all"}:
+        raise UserError(f"--cfg {others.pop()}: must be one of job, hydra, all.")
+    names = [option.partition("=")[0] for option in arguments.options]
+    for name in names:
         if name in _NOT_TAKEN:
             raise UserError(
                 f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
             )
+        if name in PACKAGE and not shown:
+            raise UserError(f"{name}: says what --cfg shows, and goes with it: --cfg job {name} ...")
+        if name == "--resolve" and "hydra" not in shown:
+            raise UserError("--resolve: is for --cfg hydra; what is trained is shown so anyway.")
+        if name in ("--run", "-r") and arguments.sweeps:
+            raise UserError(f"{name}: trains once, and --multirun many times; leave one out.")
     return [override.input_line or "" for override in checked]
 
 
@@ -102,18 +116,26 @@ def _run_hydra(arguments: Arguments, words: Sequence[str], task: Callable[[DictC
         sys.argv = argv
 
 
-def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
-    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
-    tree = _plain(composed)
+def _typed(of_hydra: Any) -> list[str]:
+    """The overrides as they were typed: to go through Hydra's list looks up what they name."""
+    words: Any = OmegaConf.to_container(of_hydra.overrides.task, resolve=False)
+    return list(words)
+
+
+def placed(
+    composed: DictConfig, choices: Mapping[str, Any], words: Sequence[str],
+    alone: Callable[[Sequence[str]], Tree],
+) -> Tree:  # fmt: skip
+    """A composed config as a plain tree, with the recipe's name, and the command line's choices in the places
+    of the recipe's. choices: of the groups. alone: as `chosen_nodes` has it. Raises UserError for names that
+    lead out of where a run belongs."""
+    with open_dict(composed):
+        for section, node in chosen_nodes(plain_tree(composed, resolve=False), words, alone).items():
+            composed[section] = node
+    tree = _plain(composed)  # now that what is looked up is in its place
     if choices.get("recipe") is not None:
         tree["recipe"] = choices["recipe"]
-    return tree
-
-
-def placed(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[str]], Tree]) -> Tree:
-    """What Hydra has composed, with the choices in the places of the recipe's. composed: as `place_nodes` has
-    it. Raises UserError for names that lead out of where a run belongs."""
-    tree = place_augment(place_nodes(tree, words, composed), words)
+    tree = place_augment(tree, words)
     check_places(tree, words)
     return tree
 
@@ -133,9 +155,13 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
                 saved[override.key_or_group] = _composed(choice)[override.key_or_group]
             continue
         known = flat_keys(_plain(saved))
-        if override.key_or_group not in known and not override.is_add():
+        if override.key_or_group not in known and not override.is_add() and not override.is_force_add():
             raise UserError(no_such_key(override.key_or_group, known))
-        OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
+        if override.is_delete():
+            section, _, name = override.key_or_group.rpartition(".")
+            del (OmegaConf.select(saved, section) if section else saved)[name]
+        else:
+            OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
     tree = place_augment(_plain(saved), overrides)
     check_places(tree, ["run.dir", "run.mirror"])  # saved as the user gave them; the folder asked is another
     return tree
@@ -240,7 +266,7 @@ def _message(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
-    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    group, _, choice = (error.missing_cfg_file or "").partition("/")
     options = [option for option in error.options or [] if not option.startswith("_")]
     if not options:
         return _one_line(error)

@@ -56,7 +56,9 @@ class _Setting(NamedTuple):
     what: str
 
 
-def explained(key: str, overrides: Sequence[str], placed: Callable[[Tree], Tree]) -> str:
+def explained(
+    key: str, overrides: Sequence[str], placed: Callable[[DictConfig, Mapping[str, Any]], Tree]
+) -> str:
     """Lines that say the value of a key and what set it, the oldest first; for a section, each of its keys
     and what set it last. placed: as ``ddptrain.config.compose`` has it.
 
@@ -72,7 +74,7 @@ def explained(key: str, overrides: Sequence[str], placed: Callable[[Tree], Tree]
         composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
     raw, merged = plain_tree(composed, resolve=False), plain_tree(composed, resolve=True)
     with hydra_loader():
-        final = placed(merged)
+        final = placed(composed, defaults.overrides.known_choices)
     moved = bool(merged["augment"]) and final["data"].get("augment") == merged["augment"]
     final = {**final, "augment": merged["augment"]} if moved else final
     value = _at(final, key)
@@ -116,11 +118,15 @@ def no_section(overrides: Sequence[str]) -> str:
 @contextmanager
 def hydra_loader() -> Iterator[ConfigLoaderImpl]:
     """Inside, Hydra composes of our YAMLs."""
+    before = GlobalHydra.instance().hydra  # a program's own
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_module(CONF, version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, ConfigLoaderImpl)
-        yield loader
+    try:
+        with hydra.initialize_config_module(CONF, version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            assert isinstance(loader, ConfigLoaderImpl)
+            yield loader
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def _layers(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[_Layer]:

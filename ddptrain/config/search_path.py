@@ -48,7 +48,8 @@ def open_user_code(config_dirs: Sequence[Path], trusted: Sequence[str] = ()) -> 
     for folder in config_dirs:
         if not folder.is_dir():
             raise UserError(f"--config-dir={folder}: there is no such folder.")
-        sys.path.insert(0, str(folder.resolve()))
+        if (place := str(folder.resolve())) not in sys.path:
+            sys.path.insert(0, place)
     for folder in (Path.cwd(), *config_dirs):
         found = list(folder.iterdir()) if folder.is_dir() else []
         # a package after the module of its name: it is what Python imports

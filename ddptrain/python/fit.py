@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss
 from ddptrain.config.arguments import SCRIPT, TRUST, Arguments
+from ddptrain.config.targets import packages_restored
 from ddptrain.data.generators import restored
 from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
@@ -125,6 +126,8 @@ def fit(
 
 def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None) -> Run:
     """In one of torchrun's processes. Ends it where the training does not come to its end."""
+    from ddptrain.config.limits import resolvers_restored  # imports OmegaConf
+
     runs: list[Run] = []
     script = _script()
 
@@ -144,7 +147,7 @@ def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None
         runs.append(Run(folder, objects.copied(), own_options(arguments)))
         return ExitCode.DONE
 
-    with restored(), _main_not_imported(), _job(next(_calls)):
+    with restored(), packages_restored(), resolvers_restored(), _main_not_imported(), _job(next(_calls)):
         code = main(["train"], train)
     if code != ExitCode.DONE:
         leave(code)

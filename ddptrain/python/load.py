@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
+from ddptrain.errors import UserError
 from ddptrain.python.loaded import loaded
 from ddptrain.python.run import Run
 
@@ -36,7 +38,10 @@ class Trained:
 
 
 def load(
-    run: Run | str | os.PathLike[str], *words: str, checkpoint: str | None = None, device: str = "cpu"
+    run: Run | str | os.PathLike[str],
+    *words: str,
+    checkpoint: str | None = None,
+    device: str | torch.device = "cpu",
 ) -> Trained:
     """A model trained by the run in a folder, in this process.
 
@@ -45,9 +50,10 @@ def load(
     one, else the last. device: as the key ``device``. Needs the data set only where the checkpoint does not
     say enough about it. Raises UserError.
     """
-    if not isinstance(run, Run):
-        module, task, data, path = loaded(os.fspath(run), words, checkpoint or "", device, None)
-    else:
-        own = (*run.options, *words)
-        module, task, data, path = loaded(run.folder, own, checkpoint or "", device, run.objects)
+    for word in words:
+        if word.startswith(("run=", "checkpoint=", "device=")):
+            raise UserError(f"{word}: is an argument of load: load(run, checkpoint=..., device=...)")
+    given = (run.folder, run.options, run.objects) if isinstance(run, Run) else (os.fspath(run), (), None)
+    folder, options, objects = given
+    module, task, data, path = loaded(folder, (*options, *words), checkpoint or "", str(device), objects)
     return Trained(module, tuple(data.outputs), data.preprocess, partial(task.predict_sample, module), path)

@@ -56,8 +56,8 @@ def check_options(words: Sequence[str], rule: str) -> None:
 
 def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Path:
     """As `train`; returns the run's folder. environment: further variables of the processes."""
-    if ranks < 1:
-        raise UserError(f"ranks={ranks}: must be 1 or more.")
+    if not isinstance(ranks, int) or ranks < 1:
+        raise UserError(f"ranks={ranks!r}: must be 1 or more, a whole number.")
     verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-u", "-m", "ddptrain", *verb, *words]
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None

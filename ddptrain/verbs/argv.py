@@ -49,13 +49,16 @@ def parse(words: Sequence[str]) -> Arguments:
             raise UserError(f"{verb}: there is no such verb; there are {', '.join(names)}.{hint}")
     known = verb_named(verb)
     overrides, options, config_dirs, own_options = [], [], [], []
-    verb_options = {} if {"-h", "--help"} & set(rest) else known.options(rest)
+    asks_help = bool({"-h", "--help"} & set(rest))
+    verb_options = {} if asks_help else known.options(rest)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not equals or _NAMES_FILE.search(name):
             _check_length(word, value if equals else word)
         if not word.startswith("-"):
+            if verb == "train" and word in verb_names():
+                raise UserError(f"{word}: a verb comes first: python -m ddptrain {word} ...")
             overrides.append(word)
         elif verb_options.get(name) is False and not equals:
             own_options.append(word)
@@ -85,7 +88,7 @@ def parse(words: Sequence[str]) -> Arguments:
             if equals:
                 raise UserError(f"{word}: {name} takes no value here; write {name}.")
             options.append(word)
-        else:
+        elif not asks_help:  # which answers whatever else is there
             hint = _key_meant(name, value if equals else rest[0] if rest else "") if known.composes else ""
             hint = hint or did_you_mean(name, (*_SWITCHES, *INFO, *_TAKE_A_VALUE, *verb_options))
             raise UserError(f"{word}: there is no such option.{hint}")

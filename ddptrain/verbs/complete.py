@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS
+from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, OURS
 from ddptrain.config.choices import choices, yaml_folders
 from ddptrain.config.schema import Config, Rule
 from ddptrain.text import parse_yaml
@@ -117,7 +117,8 @@ class _Line:
         if self._verb.composes or self._verb.of_a_run:
             for said in OPTIONS:  # --cfg, -c job|hydra|all
                 name = said.partition(",")[0].partition(" ")[0]
-                yield f"{name}{'=' if re.search(' [<a-z]', said) else ' '}"
+                if self._verb.composes or name in OURS:
+                    yield f"{name}{'=' if re.search(' [<a-z]', said) else ' '}"
         for name, takes_a_value in self._verb.options(()).items():
             if "_" not in name:  # torchrun takes both spellings
                 yield f"{name}{'=' if takes_a_value else ' '}"

@@ -49,8 +49,7 @@ def tree_to_train(arguments: Arguments) -> tuple[Tree, list[str]] | None:
 def split_arguments(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
     """The verb's own settings, which are the words that are no keys of a config, and the command line without
     them, which has to name a recipe."""
-    keys = {field.name for field in dataclasses.fields(Config)}
-    settings, overrides = split_words(words, lambda name: name.isidentifier() and name not in keys)
+    settings, overrides = split_words(words, is_no_key)
     training = dataclasses.replace(arguments, overrides=tuple(overrides))
     expect_a_recipe(training)
     return settings, training
@@ -84,9 +83,10 @@ def expect_no_sweep(arguments: Arguments) -> None:
 
 
 def own_options(arguments: Arguments) -> list[str]:
-    """The options that are not Hydra's: where the user's own recipes are, what they may read, and whom they
-    may name."""
-    return [option for option in arguments.options if option.partition("=")[0] in OURS]
+    """What is no override of a key, and not Hydra's option: where the user's own recipes are, what they may
+    read, and whom they may name."""
+    places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
+    return [*(option for option in arguments.options if option.partition("=")[0] in OURS), *places]
 
 
 @contextmanager
@@ -107,8 +107,7 @@ def recorded() -> Iterator[None]:
 
 def is_no_key(name: str) -> bool:
     """Whether a word is the verb's own, not an override of the config."""
-    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *OF_A_RUN}
-    return name.isidentifier() and name not in of_config
+    return name.isidentifier() and name not in {field.name for field in dataclasses.fields(Config)}
 
 
 def _part(tree: Tree, arguments: Arguments) -> Any:
@@ -116,11 +115,10 @@ def _part(tree: Tree, arguments: Arguments) -> Any:
     part: Any = tree
     for option in PACKAGE:
         for package in arguments.values_of(option):
+            if package not in (keys := flat_keys(tree)):
+                raise UserError(f"{option} {package}: there is no such section.{did_you_mean(package, keys)}")
             for name in package.split("."):
-                part = part.get(name) if isinstance(part, dict) else None
-            if part is None:
-                hint = did_you_mean(package, flat_keys(tree))
-                raise UserError(f"{option} {package}: there is no such section.{hint}")
+                part = part[name]
     return part
 
 

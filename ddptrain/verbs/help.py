@@ -17,7 +17,7 @@ OPTIONS = {
     "--multirun, -m": "a sweep: a job for each combination of values: optim.lr=0.1,0.2",
     "--cfg, -c job|hydra|all": "print the config and train nothing",
     "--package, -p <section>": "with --cfg: this part alone",
-    "--resolve": "with --cfg hydra|all: with what each ${...} stands for",
+    "--resolve": "with --cfg hydra: with what each ${...} stands for",
     "--explain <key>": "which files and words have set a key",
     "--info, -i [<what>]": "how the config is composed: all|config|defaults|defaults-tree|plugins|searchpath",
     "--run, -r": "one run: the default",

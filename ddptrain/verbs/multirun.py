@@ -23,7 +23,6 @@ _HAVE_FOLDERS = (
 def multirun(arguments: Arguments) -> int:
     _check(arguments)
     open_user_code(arguments.config_dirs, arguments.trusted)
-    places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
     sweep, programs = SweepRunner(), [Path(path).read_bytes() for path in arguments.values_of(SCRIPT)]
     program = hashlib.sha256(b"".join(programs)).hexdigest() if programs else ""
 
@@ -32,7 +31,7 @@ def multirun(arguments: Arguments) -> int:
         if config.run.resume != "auto":
             raise UserError(f"run.resume={config.run.resume}: {_HAVE_FOLDERS}")
         own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-        return SweepPoint(config, (*own_options(arguments), *places, *own), program)
+        return SweepPoint(config, (*own_options(arguments), *own), program)
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs, arguments.trusted)  # in a process of its making

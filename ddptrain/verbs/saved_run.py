@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from ddptrain.config.arguments import Arguments
+from ddptrain.config.arguments import OURS, Arguments
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean_path
@@ -29,7 +29,7 @@ def read_run_with_settings(
 ) -> tuple[Config, Path, str, dict[str, str]]:
     """The same, and the words that are no keys of the config: for the run's task, a prompt or a picture.
     own: keys of the config that are the verb's own words."""
-    return _read_run(arguments, lambda name: name in own or is_no_key(name))
+    return _read_run(arguments, lambda name: name in ("seed", *OF_A_RUN, *own) or is_no_key(name))
 
 
 def read_run_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
@@ -53,6 +53,9 @@ def _read_run(
     from ddptrain.config.compose import saved_tree
     from ddptrain.config.search_path import open_user_code
 
+    for option in arguments.options:
+        if option.partition("=")[0] not in OURS:
+            raise UserError(f"{option}: is no option of {arguments.verb}, which takes the run's config.yaml.")
     open_user_code(arguments.config_dirs, arguments.trusted)
     own, overrides = split_words(arguments.overrides, is_setting)
     given = [word for word in overrides if "=" not in word and Path(word).is_dir()]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 
 from ddptrain.config.arguments import SCRIPT, Arguments
@@ -36,9 +37,11 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
         own.add("run.dir")
     more = [word for word in given.overrides if key_of(word) not in own] if composes else []
+    actions = list(takewhile(str.isidentifier, arguments.overrides))  # as in `find lr`
     return dataclasses.replace(
         arguments,
-        overrides=(*arguments.overrides, *more),
+        # before the user's: a section that these give, train={epochs:7}, has the last word
+        overrides=(*actions, *more, *arguments.overrides[len(actions) :]),
         options=tuple(dict.fromkeys((*arguments.options, *given.options))),
         config_dirs=tuple(dict.fromkeys((*arguments.config_dirs, *given.config_dirs))),
     )

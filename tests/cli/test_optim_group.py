@@ -59,6 +59,16 @@ def test_interpolations_of_a_choice_are_looked_up(tmp_path: Path) -> None:
     assert (given["lr"], given["momentum"]) == (0.5, 0.25)
 
 
+def test_what_names_a_replaced_key_gets_the_choices_value() -> None:
+    """AdamW's, not that of the recipe's SGD."""
+    words = ["recipe=mobilenet_cifar10", "optim=adamw", "train.clip_norm=${optim.lr}"]
+    known = composed_tree(parse([*words, "optim.lr=${optim.weight_decay}"]))
+    assert known is not None
+    assert known[0]["optim"]["lr"] == known[0]["optim"]["weight_decay"] == 0.01
+    assert known[0]["train"]["clip_norm"] == 0.01
+    assert known[1] == [*words, "optim.lr=${optim.weight_decay}"], "as typed: the command is repeated from it"
+
+
 @pytest.mark.parametrize("group", ["recipe/cnn_digits", "optim/adam"])
 def test_a_file_with_the_name_of_ours_is_refused(tmp_path: Path, group: str) -> None:
     file = tmp_path / f"{group}.yaml"

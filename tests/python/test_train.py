@@ -283,6 +283,9 @@ def test_the_best_checkpoint_is_loaded_unless_another_is_named(run: python.Run) 
         python.load(run, "optim.lrr=1")
     with pytest.raises(UserError, match="device=cuda"):
         python.load(run, device="cuda")
+    with pytest.raises(UserError, match="device=cpu: is an argument of load"):
+        python.load(run, "device=cpu")
+    assert next(python.load(run, device=torch.device("cpu")).module.parameters()).device.type == "cpu"
     assert OmegaConf.has_resolver("oc.decode")  # OmegaConf is as it was
 
 

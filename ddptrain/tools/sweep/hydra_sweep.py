@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.config.arguments import GROUPS
 from ddptrain.config.augment_group import Tree
-from ddptrain.config.compose import placed, tree_of
+from ddptrain.config.compose import placed
 from ddptrain.config.explain import plain_tree
 from ddptrain.config.overrides import parsed
 from ddptrain.errors import ExitCode, RankLost, UserError
@@ -123,7 +123,7 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         composed = pickle.loads(base)
         values = [override for override in overrides if override.key_or_group not in GROUPS]
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        tree = placed(tree_of(composed, chosen), words, alone)
+        tree = placed(composed, chosen, words, alone)
         _check_sweep_places(tree, words)
         return tree, list(words)
 
