@@ -3,24 +3,27 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from omegaconf import DictConfig
+
 from ddptrain.config.augment_group import Tree
+from ddptrain.config.explain import plain_tree
 from ddptrain.keys import key_of
 
 _SECTIONS = ("optim", "sched", "strategy")
 _OF_ANY_OPTIMIZER = ("groups", "layer_decay")
 
 
-def chosen_nodes(tree: Tree, words: Sequence[str], alone: Callable[[Sequence[str]], Tree]) -> Tree:
+def chosen_nodes(composed: DictConfig, words: Sequence[str], alone: Callable[[Sequence[str]], Tree]) -> Tree:
     """The sections for which the words of the command line choose another optimizer, schedule or strategy
     than the recipe's: with that one's own arguments. What the words set is kept; a rate for AdamW is none for
     SGD, but a share of the run is the same for each schedule that has it, and so for strategies.
 
-    tree: with its interpolations. alone: the tree that some words alone make; it takes a tenth of a second.
+    They hold their interpolations. alone: the tree that some words alone make; it takes a tenth of a second.
     """
     choices = {word.partition("=")[0]: word for word in words if word.partition("=")[0] in _SECTIONS}
     if not choices:
         return {}
-    chosen, nodes = alone(list(choices.values())), {}
+    tree, chosen, nodes = plain_tree(composed, resolve=False), alone(list(choices.values())), {}
     recipes = cache(lambda: alone([word for word in words if word.startswith("recipe=")]))
     for section in choices:
         own = _without(chosen[section], [word for word in words if word.startswith(f"~{section}.")])

@@ -130,7 +130,7 @@ def placed(
     of the recipe's. choices: of the groups. alone: as `chosen_nodes` has it. Raises UserError for names that
     lead out of where a run belongs."""
     with open_dict(composed):
-        for section, node in chosen_nodes(plain_tree(composed, resolve=False), words, alone).items():
+        for section, node in chosen_nodes(composed, words, alone).items():
             composed[section] = node
     tree = _plain(composed)  # now that what is looked up is in its place
     if choices.get("recipe") is not None:

@@ -114,11 +114,10 @@ class _Line:
         self._folders = yaml_folders([Path(name) for name in _named_folders(words)])
 
     def options(self) -> Iterator[str]:
-        if self._verb.composes or self._verb.of_a_run:
-            for said in OPTIONS:  # --cfg, -c job|hydra|all
-                name = said.partition(",")[0].partition(" ")[0]
-                if self._verb.composes or name in OURS:
-                    yield f"{name}{'=' if re.search(' [<a-z]', said) else ' '}"
+        for said in OPTIONS:  # --cfg, -c job|hydra|all
+            name = said.partition(",")[0].partition(" ")[0]
+            if self._verb.composes or (self._verb.of_a_run and name in OURS):
+                yield f"{name}{'=' if re.search(' [<a-z]', said) else ' '}"
         for name, takes_a_value in self._verb.options(()).items():
             if "_" not in name:  # torchrun takes both spellings
                 yield f"{name}{'=' if takes_a_value else ' '}"
