@@ -266,7 +266,8 @@ def _message(error: OmegaConfBaseException) -> str:
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
-    group, _, choice = (error.missing_cfg_file or "").partition("/")
+    file = error.missing_cfg_file or ""
+    group, _, choice = file.partition("/") if file.partition("/")[0] in GROUPS else file.rpartition("/")
     options = [option for option in error.options or [] if not option.startswith("_")]
     if not options:
         return _one_line(error)
