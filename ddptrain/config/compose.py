@@ -27,7 +27,7 @@ from ddptrain.config.check import type_message
 from ddptrain.config.chosen_nodes import chosen_nodes
 from ddptrain.config.explain import explained, hydra_loader, no_section, no_such_key, plain_tree
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
-from ddptrain.config.overrides import check_override, expect_one_value, parsed
+from ddptrain.config.overrides import check_added, check_override, expect_one_value, parsed
 from ddptrain.config.search_path import CONF, look_in
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean, flat_keys
@@ -180,6 +180,7 @@ def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Overr
     overrides = parsed([word for word in words if word not in named])
     for override in overrides:
         check_override(override)
+    check_added(overrides)
     return overrides
 
 

@@ -234,9 +234,11 @@ def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
 
 def _choice(group: str, overrides: Overrides, layers: Sequence[_Layer]) -> _Setting:
     """Which YAML of a group was chosen, and by what."""
-    choice, chosen = overrides.known_choices.get(group), overrides.override_metadata.get(group)
+    chosen = overrides.override_metadata.get(group)
+    names = [layer.name.removeprefix(f"{group}/") for layer in layers if layer.name.startswith(f"{group}/")]
+    choice = names[0] if len(names) == 1 else f"[{','.join(names)}]" if names else None
     if chosen is not None and chosen.external_override:
-        return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else str(choice))
+        return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else _as_word(choice))
     by = _ROOT if chosen is None else chosen.containing_config_path
     where = next((layer.where for layer in layers if layer.name == by), str(by))
     return _Setting(where, _as_word(choice))

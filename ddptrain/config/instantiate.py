@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, Union
 
+from ddptrain.config.arguments import GROUPS
 from ddptrain.config.targets import LIBRARIES, Node, hints_of, made_by, resolve
 from ddptrain.config.targets import open_package as open_package
 from ddptrain.config.targets import opened_packages as opened_packages
@@ -154,9 +155,12 @@ def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: No
             )
     for name, default in _parameters(target)[0].items():
         if default is inspect.Parameter.empty and name not in arguments:
+            advice = f"Choose another {key}=..., or set {key}.{name}=..."
+            if name in GROUPS:  # taken out by ~model
+                advice = f"Choose one: {name}=..."
             raise UserError(
                 f"{key}: {node['_target_']} needs {name}, which this recipe does not give; it gives"
-                f" {', '.join(offered) or 'nothing'}. Choose another {key}=..., or set {key}.{name}=..."
+                f" {', '.join(offered) or 'nothing'}. {advice}"
             )
 
 

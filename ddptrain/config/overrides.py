@@ -65,6 +65,15 @@ def check_override(override: Override) -> None:
         raise UserError(f"{word}: {key} takes the name of a choice; python -m ddptrain --help lists them.")
 
 
+def check_added(overrides: Sequence[Override]) -> None:
+    """Refuse a choice that is added to a group whose choices are all given: Hydra leaves it out."""
+    given = {override.key_or_group: override for override in overrides if not override.is_add()}
+    for override in overrides:
+        if override.key_or_group in GROUPS and override.is_add() and override.key_or_group in given:
+            whole = given[override.key_or_group].input_line
+            raise UserError(f"{override.input_line}: is left out beside {whole}. Name it in that list.")
+
+
 def expect_one_value(overrides: Sequence[Override]) -> None:
     """Raise UserError for a value that stands for several, without ``--multirun``."""
     for override in overrides:

@@ -170,8 +170,8 @@ def make_task(config: Config) -> tuple[Task, Data]:
     problems += check_node(arguments_of(config.optim), "optim", offered=("params",))
     _refuse([*problems, *check_node(config.sched, "sched", offered=("optimizer", "steps"))])
     data = _built(Data, config.data, "data")  # type: ignore[type-abstract]
-    model = None if config.model is None else partial(build, config.model, "model")
-    task = _built(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]
+    model = {} if config.model is None else {"model": partial(build, config.model, "model")}
+    task = _built(Task, config.task, "task", **model, data=data)  # type: ignore[type-abstract]
     return task, data
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, OURS, TRUST, Arguments
+from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, HELP, OURS, TRUST, Arguments
 from ddptrain.config.choices import choices, known_keys, yaml_folders
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
@@ -22,6 +22,8 @@ _TAKE_A_VALUE = (
 )
 HYDRA_OPTIONS = frozenset({*_SWITCHES, *INFO, *_TAKE_A_VALUE})
 """And ours that go with them."""
+_OF_ALL = (*HELP, "--version")
+"""What every verb takes."""
 
 _NAMES_FILE = re.compile(r"(^|[.-])(dir|resume|root|path|run|out|checkpoint)$")
 """Words whose value names a file or a folder, as those without a value do."""
@@ -56,6 +58,9 @@ def parse(words: Sequence[str]) -> Arguments:
         name, equals, value = word.partition("=")
         if not equals or _NAMES_FILE.search(name):
             _check_length(word, value if equals else word)
+        if name in HYDRA_OPTIONS.difference(OURS, _OF_ALL, verb_options) and not known.composes:
+            compose = ", ".join(other for other in verb_names() if verb_named(other).composes)
+            raise UserError(f"{name}: is for {compose}; {verb} composes no config.")
         if not word.startswith("-"):
             if verb == "train" and word in verb_names():
                 raise UserError(f"{word}: a verb comes first: python -m ddptrain {word} ...")
@@ -67,9 +72,6 @@ def parse(words: Sequence[str]) -> Arguments:
                 raise UserError(f"{word}: needs a value: {word}=...")
             value = value if equals else rest.pop(0)
             _check_length(f"{name}={value}", value)
-            if name == EXPLAIN and not known.composes:
-                compose = ", ".join(other for other in verb_names() if verb_named(other).composes)
-                raise UserError(f"{name}: is for {compose}; {verb} composes no config.")
             if name == ENV and not re.fullmatch(r"[A-Za-z_]\w*", value):
                 raise UserError(f"{name} {value}: takes the name of an environment variable: {name} DATA")
             if name == TRUST and not all(part.strip().isidentifier() for part in value.split(",")):

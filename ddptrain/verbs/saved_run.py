@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from ddptrain.config.arguments import OURS, Arguments
+from ddptrain.config.arguments import Arguments
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean_path
@@ -53,9 +53,6 @@ def _read_run(
     from ddptrain.config.compose import saved_tree
     from ddptrain.config.search_path import open_user_code
 
-    for option in arguments.options:
-        if option.partition("=")[0] not in OURS:
-            raise UserError(f"{option}: is no option of {arguments.verb}, which takes the run's config.yaml.")
     open_user_code(arguments.config_dirs, arguments.trusted)
     own, overrides = split_words(arguments.overrides, is_setting)
     given = [word for word in overrides if "=" not in word and Path(word).is_dir()]

@@ -54,6 +54,19 @@ def test_a_key_tells_what_set_it_the_oldest_first(said: Said) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("", "[console,jsonl,tensorboard,plots] (conf/config.yaml)"),
+        ("+observers=webhook", "[console,jsonl,tensorboard,plots,webhook] (conf/config.yaml)"),
+        ("observers=[jsonl,console]", "[jsonl,console] (command line)"),
+        ("observers=console", "console (command line)"),
+    ],
+)
+def test_a_list_of_choices_is_named_by_its_choices(said: Said, words: str, shown: str) -> None:
+    assert said(f"{words} recipe=cnn_digits --explain observers".strip())[0] == f"observers = {shown}"
+
+
 def test_a_key_of_the_schema_tells_its_default_and_its_rule(said: Said) -> None:
     assert said("recipe=cnn_digits --explain=train.batch_size") == [
         "train.batch_size = 64",
