@@ -188,12 +188,11 @@ class Observer:
     """
 
     slow = False
+    reads_metrics_file = False
+    """Whether it reads metrics.jsonl, which the observer ``jsonl`` writes."""
 
     def start(self, event: Start) -> None:
         """Before the first step."""
-
-    reads_metrics_file = False
-    """Whether it reads metrics.jsonl, which the observer ``jsonl`` writes."""
 
     def log(self, event: Log) -> None:
         """Every ``log.every`` steps."""

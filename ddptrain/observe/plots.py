@@ -8,7 +8,7 @@ from typing import final
 
 from ddptrain.api.observer import End, Evaluated, Observer, Start
 from ddptrain.api.recipe import ConfusionMatrix, Curves, Picture, TextSample
-from ddptrain.observe.drawer import Drawer, shared_drawer
+from ddptrain.observe.drawer import shared_drawer
 from ddptrain.observe.lock import lost
 from ddptrain.text import replace_file
 
@@ -19,10 +19,20 @@ class Plots(Observer):
     includes the time before a resume), are drawn by another process: the newest when there is time, the last
     at the end."""
 
+    def __init__(self) -> None:
+        self._run = Path()
+        """The run's folder."""
+
+    @property
+    def _folder(self) -> Path:
+        return self._run / "plots"
+
+    @property
+    def _metrics(self) -> Path:
+        return self._run / "metrics.jsonl"
+
     def start(self, event: Start) -> None:
-        self._metrics = event.run.folder / "metrics.jsonl"
-        self._folder = event.run.folder / "plots"
-        self._drawer: Drawer = shared_drawer()
+        self._run = event.run.folder
 
     def evaluated(self, event: Evaluated) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -32,20 +42,20 @@ class Plots(Observer):
             elif isinstance(figure, Picture):
                 replace_file(self._folder / f"{name}.png", _as_png(figure))
             elif isinstance(figure, ConfusionMatrix | Curves):
-                self._drawer.draw(name, figure, self._writer(name))
-        self._drawer.draw_curves(self._metrics, self._writer("curves"))
+                shared_drawer().draw(name, figure, self._writer(name))
+        shared_drawer().draw_curves(self._metrics, self._writer("curves"))
 
     def end(self, event: End) -> None:
         if self._metrics.exists():
             self._folder.mkdir(exist_ok=True)
-            self._drawer.draw_curves(self._metrics, self._writer("curves"))
-        self._drawer.finish()
+            shared_drawer().draw_curves(self._metrics, self._writer("curves"))
+        shared_drawer().finish()
 
     def _writer(self, name: str) -> Callable[[bytes], None]:
         return partial(self._write_png, self._folder / f"{name}.png")
 
     def _write_png(self, path: Path, png: bytes) -> None:
-        if lost(self._folder.parent) is None:  # while it was drawn
+        if lost(self._run) is None:  # while it was drawn
             replace_file(path, png)
 
 

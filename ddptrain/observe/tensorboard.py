@@ -3,15 +3,18 @@
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
+from ddptrain.api.observer import End, Evaluated, Log, Observer, RunInfo, Start
 from ddptrain.api.recipe import Picture, TextSample
 from ddptrain.keys import flat_values
 from ddptrain.observe.drawer import shared_drawer
 from ddptrain.observe.metrics_file import read_lines
+
+if TYPE_CHECKING:  # it is slow to import
+    from torch.utils.tensorboard import SummaryWriter
 
 _PLACE = ("step", "epoch", "samples")
 _SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")
@@ -25,14 +28,23 @@ class TensorBoard(Observer):
     """One event stream per run; after a resume TensorBoard drops what an earlier process wrote after the
     resumed step (``purge_step``), so no point is shown twice."""
 
+    def __init__(self) -> None:
+        self._run = RunInfo()
+        self._hook_before = threading.excepthook
+        self._opened: SummaryWriter | None = None
+
+    @property
+    def _writer(self) -> "SummaryWriter":
+        assert self._opened is not None
+        return self._opened
+
     def start(self, event: Start) -> None:
-        self._run, self._drawer = event.run, shared_drawer()
         from torch.utils.tensorboard import SummaryWriter
 
-        self._hook_before = threading.excepthook
+        self._run = event.run
         threading.excepthook = partial(_without_the_writers, self._hook_before)
         first = event.step if event.evaluates else event.step + 1
-        self._writer = SummaryWriter(
+        self._opened = SummaryWriter(
             str(event.run.folder / "tensorboard"), purge_step=first, flush_secs=_FLUSH_S
         )
         for line in read_lines(event.run.folder / "metrics.jsonl") if event.evaluates else []:
@@ -63,11 +75,11 @@ class TensorBoard(Observer):
             elif isinstance(figure, Picture):
                 self._writer.add_image(f"valid/{name}", figure.pixels, event.step)
             else:
-                self._drawer.draw(name, figure, partial(self._add_png, f"valid/{name}", event.step))
+                shared_drawer().draw(name, figure, partial(self._add_png, f"valid/{name}", event.step))
         self._writer.flush()
 
     def end(self, event: End) -> None:
-        self._drawer.finish()
+        shared_drawer().finish()
         metrics = event.result.metrics
         if metrics:
             self._add_hparams({f"hparam/{n}": v for n, v in metrics.items() if "/" not in n}, event.step)

@@ -42,6 +42,7 @@ class Webhook(Observer):
         self._url = os.environ.get(_VARIABLE, "")
         if world_from_environment().is_first:
             _check(self._url)
+        self._process: subprocess.Popen[str] | None = None
 
     def start(self, event: Start) -> None:
         self._process = start_module(
@@ -58,6 +59,7 @@ class Webhook(Observer):
         self._tell({"url": self._url, "pid": os.getpid(), "run": run})
 
     def end(self, event: End) -> None:
+        assert self._process is not None
         result = event.result
         self._tell(
             {
@@ -81,6 +83,7 @@ class Webhook(Observer):
             log.warning("webhook    was not told of the end: %s", error.strip())
 
     def _tell(self, facts: Mapping[str, Any]) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(facts) + "\n")
         self._process.stdin.flush()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -18,11 +19,16 @@ from hydra_plugins.ddptrain_sweep._running import running
 class GpuPool(Launcher):
     """Each job becomes a process of its own, on GPUs of its own."""
 
+    def __init__(self) -> None:
+        self._config = DictConfig({})
+        self._loader: ConfigLoader | None = None
+
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._loader = hydra_context.config_loader
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        assert self._loader is not None
         return running[-1].launch(self._loader, self._config, job_overrides)
 
     @property
@@ -31,6 +37,7 @@ class GpuPool(Launcher):
 
     def search(self, overrides: Sequence[Override]) -> None:
         """Points of the ranges among these, one at a time."""
+        assert self._loader is not None
         running[-1].search(self._loader, self._config, overrides)
 
 

@@ -5,31 +5,53 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-ENGINE = ROOT / "ddptrain/engine"
+from tests.structure.import_graph import FILES, ROOT
+
+OF_OTHERS = {"_Agent": {"_remaining_restarts"}, "_LogFile": {"stream"}}
+"""Attributes that a class of torch or logging has set."""
 
 
-def is_assigned_to_self(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
+def own_attributes(node: ast.AST) -> set[str]:
+    """What is assigned to self within."""
+    return {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id == "self"
+    }
 
 
-def test_no_attribute_of_an_engine_or_a_step_is_born_later() -> None:
-    for file, name in (("loop.py", "Engine"), ("step.py", "TrainStep")):
-        tree = ast.parse((ENGINE / file).read_text())
-        (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-        assigned = {
-            method.name: {ast.unparse(node) for node in ast.walk(method) if is_assigned_to_self(node)}
-            for method in found.body
-            if isinstance(method, ast.FunctionDef)
-        }
-        made = assigned.pop("__init__")
-        assert made
-        assert set().union(*assigned.values()) <= made
+def test_a_constructor_sets_all_that_an_object_holds() -> None:
+    classes = [
+        node
+        for file in FILES
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(classes) > 300
+    bases = {node.name: {ast.unparse(base).partition("[")[0] for base in node.bases} for node in classes}
+    constructed: dict[str, set[str]] = {}
+    later: dict[str, set[str]] = {}
+    for node in classes:
+        here = constructed.setdefault(node.name, set(OF_OTHERS.get(node.name, ())))
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign | ast.Assign):
+                here |= {
+                    ast.unparse(of)
+                    for of in (part.targets if isinstance(part, ast.Assign) else [part.target])
+                }
+            elif isinstance(part, ast.FunctionDef):
+                first = part.name in ("__init__", "__post_init__", "__new__")
+                (here if first else later.setdefault(node.name, set())).update(own_attributes(part))
+
+    def known(name: str) -> set[str]:
+        return constructed.get(name, set()).union(*map(known, bases.get(name, ())))
+
+    assert {
+        name: missing for name, attributes in later.items() if (missing := attributes - known(name))
+    } == {}
 
 
 STACK = """

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import final
 
 from ddptrain.api.observer import End, Observer, Start
@@ -29,25 +30,40 @@ class Mirror(Observer):
 
     def __init__(self, url: str) -> None:
         self._url = opened(url, "run.mirror", 0.0).url
+        self._sending: _Sending | None = None
 
     def start(self, event: Start) -> None:
-        self._folder = event.run.folder
+        self._sending = _Sending(event.run.folder, self._url)
+
+    def end(self, event: End) -> None:
+        assert self._sending is not None
+        self._sending.end(stopped=event.result.outcome == "stopped")
+
+
+@final
+class _Sending:
+    """The process that sends a folder, and a thread that reads what it says."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._folder = folder
+        self._url = url
+        self._newest, self._error = "", ""
         self._process = start_module(
-            "ddptrain.observe.mirror.send", [str(self._folder.absolute()), self._url],
+            "ddptrain.observe.mirror.send", [str(folder.absolute()), url],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,
         )  # fmt: skip
-        self._newest, self._error = "", ""
         self._listener = threading.Thread(target=self._listen, name="mirror", daemon=True)
         self._listener.start()
 
-    def end(self, event: End) -> None:
+    def end(self, stopped: bool) -> None:
+        """Wait until all is sent, but not for ever. stopped: the run will go on."""
         if lost(self._folder) is not None:  # what is there now is not this run's
             self._process.kill()
             return
         assert self._process.stdin is not None
         self._process.stdin.close()
-        began, stopped = time.monotonic(), event.result.outcome == "stopped"
+        began = time.monotonic()
         while self._listener.is_alive():
             if time.monotonic() - began > (_SHORT_S if self._error or stopped else _LAST_S):
                 break

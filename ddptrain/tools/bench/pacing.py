@@ -23,10 +23,11 @@ class Pacing(Controller):
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._bench = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._run = RunInfo()
 
     def start(self, event: Start) -> None:
         self._run = event.run
-        self._bench = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._bench.connect(self._address)
         except OSError as error:

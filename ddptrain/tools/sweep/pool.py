@@ -41,6 +41,8 @@ class Pool:
         self._requests: dict[int, PruningRequests] = {}
         self._waiting: deque[Job] = deque()
         self._configs: MutableMapping[int, Config] = {}
+        self._rivals: list[Job] = []
+        self._more: More = lambda: None
         self._crashes: Counter[int] = Counter()
         self._stalls: Counter[int] = Counter()
         """Attempts in a row that were interrupted before they got further."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import subprocess
+from pathlib import Path
 from typing import Literal, final
 
 from ddptrain.api.observer import End, Observer, Start
@@ -44,6 +45,9 @@ class Tracker(Observer):
         self._to = to
         self._project = project
         self._checkpoints = checkpoints
+        self._folder = Path()
+        """The run's."""
+        self._process: subprocess.Popen[str] | None = None
 
     def start(self, event: Start) -> None:
         self._folder = event.run.folder
@@ -55,6 +59,7 @@ class Tracker(Observer):
         )  # fmt: skip
 
     def end(self, event: End) -> None:
+        assert self._process is not None
         if lost(self._folder) is not None:  # what is there now is not this run's
             self._process.kill()
             return

@@ -54,7 +54,7 @@ class Sender:
         if self._service is None:
             module = importlib.import_module(f"ddptrain.tools.trackers.to_{self._to}")
             service: Service = getattr(module, TRACKERS[self._to])(self.about)
-            known = service.open()
+            known = service.known
             self._sent = sent_so_far(self.about, self._to) if known is None else dict(known)
             self._service, self._files = service, {}
         service = self._service

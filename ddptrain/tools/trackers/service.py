@@ -13,16 +13,14 @@ Line = Mapping[str, Any]
 
 
 class Service(ABC):
-    """A tracker's side of one run. Every method may raise whatever the tracker's library does; it is then
-    called again later."""
+    """A tracker's side of one run, which to make one begins there, or goes on with. That and every method may
+    raise whatever the tracker's library does; another one is then made later."""
+
+    known: Mapping[str, int] | None
+    """The last step that the tracker has, by split; None where it can't be asked."""
 
     def __init__(self, about: About) -> None:
         self.about = about
-
-    @abstractmethod
-    def open(self) -> Mapping[str, int] | None:
-        """Begin the run there, or go on with it. Returns the last step that the tracker has, by split; None
-        where it can't be asked."""
 
     @abstractmethod
     def log(self, lines: Sequence[Line]) -> None:

@@ -30,21 +30,22 @@ _STATUS = {"done": "FINISHED", "stopped early": "FINISHED", "stopped": "KILLED",
 
 @final
 class ToMlflow(Service):
-    def open(self) -> Mapping[str, int]:
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
         self._client = MlflowClient()
-        self._experiment = self._experiment_of(self.about.project)
+        self._experiment = self._experiment_of(about.project)
         parent = {}
-        if self.about.sweep is not None:
-            parent = {"mlflow.parentRunId": self._parent(self.about.sweep)}
-        self._run = self._find_or_create_run(self.about, parent)
+        if about.sweep is not None:
+            parent = {"mlflow.parentRunId": self._parent(about.sweep)}
+        self._run = self._find_or_create_run(about, parent)
         self._client.update_run(self._run, status="RUNNING")
         self._send_config()
-        known = {}
+        steps = {}
         for split in ("train", "valid"):
             history = self._client.get_metric_history(self._run, f"{split}/epoch")
             if history:
-                known[split] = max(metric.step for metric in history)
-        return known
+                steps[split] = max(metric.step for metric in history)
+        self.known = steps
 
     def log(self, lines: Sequence[Line]) -> None:
         now = int(time.time() * 1000)

@@ -1,23 +1,24 @@
 """Trackio (huggingface.co/docs/trackio): a local database, or a Space where TRACKIO_SPACE_ID names one."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
 import trackio
 
+from ddptrain.tools.trackers.about import About
 from ddptrain.tools.trackers.service import Line, Service, values_of
 
 
 @final
 class ToTrackio(Service):
-    def open(self) -> Mapping[str, int] | None:
-        about = self.about
-        self._name = f"{about.name}-{about.id}"
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
+        name = f"{about.name}-{about.id}"
         self._run = trackio.init(
             project=about.project,
-            name=self._name,
+            name=name,
             group=about.sweep and f"{about.sweep.name}-{about.sweep.id}",
             config={**{key: str(value) for key, value in about.config.items()}, "command": about.command},
             resume="allow",
@@ -25,14 +26,7 @@ class ToTrackio(Service):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        if os.environ.get("TRACKIO_SPACE_ID"):
-            return None
-        known: dict[str, int] = {}
-        for row in trackio.SQLiteStorage.get_logs(about.project, self._name):
-            for split in ("train", "valid"):
-                if f"{split}/epoch" in row:
-                    known[split] = max(known.get(split, 0), int(row["step"]))
-        return known
+        self.known = None if os.environ.get("TRACKIO_SPACE_ID") else _steps(about.project, name)
 
     def log(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -53,3 +47,13 @@ class ToTrackio(Service):
 
     def close(self, outcome: str) -> None:
         self._run.finish()
+
+
+def _steps(project: str, name: str) -> dict[str, int]:
+    """The last step of a run in the local database, by split."""
+    steps: dict[str, int] = {}
+    for row in trackio.SQLiteStorage.get_logs(project, name):
+        for split in ("train", "valid"):
+            if f"{split}/epoch" in row:
+                steps[split] = max(steps.get(split, 0), int(row["step"]))
+    return steps

@@ -1,43 +1,31 @@
 """Weights & Biases (wandb.ai): WANDB_API_KEY, WANDB_MODE=offline and its other variables decide where to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
 import wandb
 
+from ddptrain.tools.trackers.about import About
 from ddptrain.tools.trackers.service import Line, Service, values_of
 
 
 @final
 class ToWandb(Service):
-    def open(self) -> Mapping[str, int] | None:
+    def __init__(self, about: About) -> None:
+        super().__init__(about)
         try:
-            self._run = self._begun()
+            self._run = _begun(about)
         except Exception:
             wandb.teardown()  # or every later attempt finds the run "in use"
             raise
-        known = {}
+        steps = {}
         for split in ("train", "valid"):
             # an own axis: W&B drops what comes for a step that is over, as a validation's values do
             self._run.define_metric(f"{split}/*", step_metric=f"{split}/step")
             if (step := self._run.summary.get(f"{split}/step")) is not None:
-                known[split] = int(step)
-        return None if self._run.offline else known
-
-    def _begun(self) -> wandb.Run:
-        about = self.about
-        about.home.mkdir(exist_ok=True)
-        return wandb.init(
-            project=about.project,
-            id=about.id,
-            name=about.name,
-            group=about.sweep and f"{about.sweep.name}-{about.sweep.id}",
-            config={**about.config, "command": about.command},
-            dir=str(about.home),
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, init_timeout=20),
-        )
+                steps[split] = int(step)
+        self.known = None if self._run.offline else steps
 
     def log(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -61,3 +49,17 @@ class ToWandb(Service):
 
     def close(self, outcome: str) -> None:
         self._run.finish(exit_code=0 if outcome in ("done", "stopped early") else 1)
+
+
+def _begun(about: About) -> wandb.Run:
+    about.home.mkdir(exist_ok=True)
+    return wandb.init(
+        project=about.project,
+        id=about.id,
+        name=about.name,
+        group=about.sweep and f"{about.sweep.name}-{about.sweep.id}",
+        config={**about.config, "command": about.command},
+        dir=str(about.home),
+        resume="allow",
+        settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, init_timeout=20),
+    )
