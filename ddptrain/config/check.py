@@ -124,6 +124,8 @@ def _broken(rule: Rule, value: Any) -> list[str]:
     if rule.choices:
         if value in rule.choices:
             return []
+        if value == "False" and "off" in rule.choices:
+            return ["write off; in a YAML with quotes, for there a bare off means false."]
         return [f"must be one of {', '.join(rule.choices)}.{did_you_mean(str(value), rule.choices)}"]
     if rule.words and type(value) is not int:
         return [] if value in rule.words else [f"must be a whole number, or {', '.join(rule.words)}."]
@@ -155,8 +157,6 @@ def _cross_checks(config: Config) -> list[str]:
     if per_job != "all" and not (type(per_job) is int and per_job >= 1):
         problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
     problems += _search_checks(config.sweep)
-    if config.compile == "False":
-        problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
     return problems
 
 
