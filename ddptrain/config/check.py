@@ -84,6 +84,9 @@ def type_message(error: OmegaConfBaseException, override: str = "") -> str:
     if where and isinstance(error, MissingMandatoryValue):
         what = " Name the class, or a function, by its module." * where.endswith("._target_")
         return f"{where}: has no value, and needs one: {where}=...{what}"
+    if where and re.match("Cannot merge DictConfig|Invalid type assigned", text):
+        key = where.partition("=")[0]
+        return f"{where}: must hold keys and their values: {key}.<key>=... or '{key}={{<key>:...}}'."
     if where and "is not a ListConfig, list or tuple" in text:
         return f"{where}: must be a list: {where.partition('=')[0]}=[...]."
     return f"{where}: {text}." if where else f"{text}."

@@ -104,6 +104,8 @@ RANGES = {
     "seed=9223372036854775808": "seed",
     "precision=fp8": "one of",
     "compile=on": "compile",
+    "controllers=[]": "controllers=[]: must hold keys and their values: controllers.<key>=...",
+    "train=5": "train=5: must hold keys and their values",
     "compile=false": "compile=False: write off",
     "compile=off ema.decay=2": "below 1",
     "train.steps=null train.epochs=null": "give one",
