@@ -59,7 +59,7 @@ def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: li
         ("train.batch_size=1.5", ["train.batch_size=1.5: must be a whole number."]),
         ("channels_last=maybe", ["channels_last=maybe: must be true or false."]),
         ("device=null", ["device", "null"]),
-        ("train=5", ["train", "5", "Train"]),
+        ("train=5", ["train=5: must hold keys and their values: train.<key>=..."]),
         ("train.epochs=${nope}", ["train.epochs", "nope"]),
         ("~task", ["task: has no value, and needs one"]),
         ("run.dir=runs/é", ["beyond ASCII", "\"run.dir='runs/é'\""]),
@@ -157,6 +157,7 @@ def test_an_optimizer_rate_that_is_no_number_is_named(tmp_path: Path) -> None:
     [
         ("optim.lr=-1", ["optim", "learning rate: -1"]),
         ("model.width=-3", ["model", "-3"]),
+        ("~model", ["needs model, which this recipe does not give; it gives data. Choose one: model=..."]),
         ("data.augment.crop=-1", ["data.augment.crop=-1: must be 0 or more"]),
         ("data.source._target_=ddptrain.data.images.source.ImageSource", ["data.source", "ImageSource"]),
     ],
