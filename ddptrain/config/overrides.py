@@ -66,12 +66,16 @@ def check_override(override: Override) -> None:
 
 
 def check_added(overrides: Sequence[Override]) -> None:
-    """Refuse a choice that is added to a group whose choices are all given: Hydra leaves it out."""
+    """Refuse a choice that is added to a group whose choices are given or taken out: Hydra ignores one of
+    them."""
     given = {override.key_or_group: override for override in overrides if not override.is_add()}
     for override in overrides:
         if override.key_or_group in GROUPS and override.is_add() and override.key_or_group in given:
             whole = given[override.key_or_group].input_line
-            raise UserError(f"{override.input_line}: is left out beside {whole}. Name it in that list.")
+            raise UserError(
+                f"{override.input_line}: does not go with {whole}. Name all in one list:"
+                f" '{override.key_or_group}=[...]'."
+            )
 
 
 def expect_one_value(overrides: Sequence[Override]) -> None:

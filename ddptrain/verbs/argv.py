@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, HELP, OURS, TRUST, Arguments
+from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, OURS, TRUST, Arguments
 from ddptrain.config.choices import choices, known_keys, yaml_folders
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
@@ -22,8 +22,6 @@ _TAKE_A_VALUE = (
 )
 HYDRA_OPTIONS = frozenset({*_SWITCHES, *INFO, *_TAKE_A_VALUE})
 """And ours that go with them."""
-_OF_ALL = (*HELP, "--version")
-"""What every verb takes."""
 
 _NAMES_FILE = re.compile(r"(^|[.-])(dir|resume|root|path|run|out|checkpoint)$")
 """Words whose value names a file or a folder, as those without a value do."""
@@ -53,12 +51,13 @@ def parse(words: Sequence[str]) -> Arguments:
     overrides, options, config_dirs, own_options = [], [], [], []
     asks_help = bool({"-h", "--help"} & set(rest))
     verb_options = {} if asks_help else known.options(rest)
+    of_a_config = HYDRA_OPTIONS.difference(OURS, verb_options, ["--version"])
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not equals or _NAMES_FILE.search(name):
             _check_length(word, value if equals else word)
-        if name in HYDRA_OPTIONS.difference(OURS, _OF_ALL, verb_options) and not known.composes:
+        if name in of_a_config and not known.composes and not asks_help:
             compose = ", ".join(other for other in verb_names() if verb_named(other).composes)
             raise UserError(f"{name}: is for {compose}; {verb} composes no config.")
         if not word.startswith("-"):

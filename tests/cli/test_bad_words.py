@@ -172,7 +172,7 @@ LINES = {
     "launch --nproc-per-node=2 --max_restarts 3 -r 3 recipe=cnn_digits train.epocs=1": "train.epocs",
     "launch recipe=nothing": "nothing",
     "bench recipe=cnn_digits ranks=2 train.epocs=1": "train.epocs",
-    "recipe=cnn_digits observers=[console] +observers=jsonl": "+observers=jsonl: is left out beside",
+    "recipe=cnn_digits observers=[console] +observers=jsonl": "+observers=jsonl: does not go with",
     "recipe=cnn_digits --package optim": "--package: says what --cfg shows",
     "recipe=cnn_digits --cfg=job --resolve": "--resolve: is for --cfg hydra",
     "recipe=cnn_digits --cfg=jobs": "--cfg jobs: must be one of job, hydra, all.",
