@@ -49,6 +49,8 @@ class _Layer(NamedTuple):
     where: str
     """Ours: ``conf/optim/adamw.yaml``."""
     tree: Mapping[str, Any]
+    parent: str
+    """The name of the layer whose defaults include it."""
 
 
 class _Setting(NamedTuple):
@@ -222,20 +224,24 @@ def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
     assert isinstance(loaded.config, DictConfig)
     tree = plain_tree(loaded.config, resolve=False)
     if name == _SCHEMA:
-        return _Layer(name, "default", tree)
+        return _Layer(name, "default", tree, _ROOT)
     scheme, _, place = loaded.path.partition("://")
     if scheme == "pkg" and place == CONF:
         folder = Path("conf")
     else:
         folder = Path(str(files(place))) if scheme == "pkg" else Path(place)
     here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    return _Layer(name, f"{here / name}.yaml", tree)
+    return _Layer(name, f"{here / name}.yaml", tree, default.parent or "")
 
 
 def _choice(group: str, overrides: Overrides, layers: Sequence[_Layer]) -> _Setting:
     """Which YAML of a group was chosen, and by what."""
     chosen = overrides.override_metadata.get(group)
-    names = [layer.name.removeprefix(f"{group}/") for layer in layers if layer.name.startswith(f"{group}/")]
+    names = [
+        layer.name.removeprefix(f"{group}/")
+        for layer in layers
+        if layer.name.startswith(f"{group}/") and layer.parent == _ROOT  # not what a recipe includes
+    ]
     choice = names[0] if len(names) == 1 else f"[{','.join(names)}]" if names else None
     if chosen is not None and chosen.external_override:
         return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else _as_word(choice))

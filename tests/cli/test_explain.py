@@ -67,6 +67,14 @@ def test_a_list_of_choices_is_named_by_its_choices(said: Said, words: str, shown
     assert said(f"{words} recipe=cnn_digits --explain observers".strip())[0] == f"observers = {shown}"
 
 
+def test_a_recipe_that_includes_another_is_the_one_that_is_named(said: Said) -> None:
+    Path("own/recipe").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - cnn_digits\ntrain:\n  epochs: 3\n"
+    Path("own/recipe/mine.yaml").write_text(text)
+    shown = said("--config-dir=own recipe=mine --explain recipe")
+    assert (shown[0], shown[-1]) == ("recipe = mine", "command line recipe=mine")
+
+
 def test_a_key_of_the_schema_tells_its_default_and_its_rule(said: Said) -> None:
     assert said("recipe=cnn_digits --explain=train.batch_size") == [
         "train.batch_size = 64",
