@@ -209,10 +209,7 @@ def test_the_progress_bar_goes_on_without_a_loss(monkeypatch: pytest.MonkeyPatch
     console.end(End(5, 10, Result("stopped", {}, {}, True), Times(Timing(), [], 1.0, 1.0)))
 
 
-def test_the_end_names_the_best_where_it_is_an_earlier_one(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("ddptrain"), "propagate", True)
+def test_the_end_names_the_best_where_it_is_an_earlier_one(caplog: pytest.LogCaptureFixture) -> None:
     for step in (30, 50):
         result = Result("done", {"accuracy": 0.8, "loss": 0.3}, {"accuracy": 0.9, "step": step}, True)
         with caplog.at_level(logging.INFO, "ddptrain"):
