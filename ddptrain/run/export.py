@@ -20,7 +20,7 @@ from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.errors import UserError
-from ddptrain.run.file_formats import FORMATS, Inputs, Precision, Runner, as_list
+from ddptrain.run.file_formats import FORMATS, Inputs, Precision, Runner, as_list, check_installed
 from ddptrain.run.judged_file import Answers, CalibrationInputs, judge
 from ddptrain.run.setup import joined_world, make_task, named_checkpoint, trained_model
 
@@ -32,7 +32,6 @@ _ROUNDING = 1e-6
 """Relative: about 8 times that of float32."""
 _SLACK = 10.0
 """A file's own rounding moves it by another amount; by so many times at most."""
-_METADATA, _PICTURE = ".json", ".png"
 _POINT = 0.01
 """A metric that is worse by more is worth a warning."""
 
@@ -67,20 +66,21 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
     names = [field.name for field in fields(_Settings)]
     own = {name: value for name, value in settings.items() if name in names}
     of_task = {name: value for name, value in settings.items() if name not in names}
+    chosen = _Settings(**typed_arguments(_Settings, own, "export"))
+    target = _target(chosen, folder)
+    check_installed(chosen.format)
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
         name = type(task).__name__
         raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
     arguments = typed_arguments(task.deploy, of_task, "export", names)
-    chosen = _Settings(**typed_arguments(_Settings, own, "export"))
-    target = _target(chosen, folder)
     needs_set = chosen.validate or chosen.precision != "fp32"
+    suffixes = FORMATS[chosen.format].suffixes
     if chosen.out:
-        pictures = (_PICTURE,) if needs_set else ()
-        _check_absent(target, (*FORMATS[chosen.format].suffixes[1:], _METADATA, *pictures))
+        _check_absent(target, [*_files(target, suffixes), _about(target), *[_picture(target)] * needs_set])
     with (
-        _named_once_checked(target, (*FORMATS[chosen.format].suffixes[1:], _PICTURE)) as unchecked,
+        _named_once_checked(target, suffixes) as unchecked,
         joined_world(config, single=True) as (world, _, _),
     ):
         saved = named_checkpoint(folder, checkpoint)
@@ -101,13 +101,12 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
             if chosen.precision == "fp32":
                 _check(deployed, runner, described)
             if needs_set:
-                answers = judge(task, data, deployed, runner, unchecked.with_suffix(_PICTURE))
+                answers = judge(task, data, deployed, runner, _picture(unchecked))
                 _log_judged(described, task, *answers)
     if deployed.metadata:
         about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
-        target.with_suffix(_METADATA).write_text(about, encoding="utf-8")
-    written = [target.with_suffix(suffix) for suffix in FORMATS[chosen.format].suffixes]
-    mib = sum(file.stat().st_size for file in written) / 2**20
+        _about(target).write_text(about, encoding="utf-8")
+    mib = sum(file.stat().st_size for file in _files(target, suffixes)) / 2**20
     log.info("exported   %s to %s (%.1f MiB)", saved.path, target, mib)
     for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
         sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
@@ -115,33 +114,48 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
         log.info("input      %s, %s (%s)", name, kind, ", ".join(sizes))
 
 
-def _check_absent(target: Path, beside: Sequence[str]) -> None:
-    """Raise UserError for a file that is there, or what would be written beside it, with these suffixes."""
-    for path in (target, *map(target.with_suffix, beside)):
+def _files(target: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Of the format."""
+    return [target.with_suffix(suffix) for suffix in suffixes]
+
+
+def _about(target: Path) -> Path:
+    """The JSON that describes a file: of another format's beside it, it is another one."""
+    return target.with_name(f"{target.name}.json")
+
+
+def _picture(target: Path) -> Path:
+    """Of the file's answers and the model's."""
+    return target.with_name(f"{target.name}.png")
+
+
+def _check_absent(target: Path, written: Sequence[Path]) -> None:
+    """Raise UserError for a file that is there."""
+    for path in written:
         if os.path.lexists(path):
             which = "" if path == target else f"{path}, which is written beside it, "
             raise UserError(f"out={target}: {which}exists already, and nothing is overwritten. Name another.")
 
 
 @contextmanager
-def _named_once_checked(target: Path, beside: Sequence[str]) -> Iterator[Path]:
-    """Another name to write a file under. Where the block ends well, the file gets its own, with those of
-    these suffixes beside it that there are; else they are deleted."""
+def _named_once_checked(target: Path, suffixes: Sequence[str]) -> Iterator[Path]:
+    """Another name to write a file under. Where the block ends well, the format's files get their own, with
+    the picture if there is one; else they are deleted."""
     unchecked = target.with_stem(f"{target.stem}.unchecked")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unchecked.touch()
     except OSError as error:
         raise UserError(f"out={target}: can't be written ({error.strerror}). Name another file.") from error
-    suffixes = (target.suffix, *beside)
+    written = [*_files(unchecked, suffixes), _picture(unchecked)]
     try:
         yield unchecked
-        for suffix in suffixes:
-            if unchecked.with_suffix(suffix).exists():  # not every task draws a picture
-                unchecked.with_suffix(suffix).replace(target.with_suffix(suffix))
+        for aside, path in zip(written, [*_files(target, suffixes), _picture(target)], strict=True):
+            if aside.exists():  # not every task draws a picture
+                aside.replace(path)
     finally:
-        for suffix in suffixes:
-            unchecked.with_suffix(suffix).unlink(missing_ok=True)
+        for aside in written:
+            aside.unlink(missing_ok=True)
 
 
 def _target(chosen: _Settings, folder: Path) -> Path:

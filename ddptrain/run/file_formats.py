@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,15 @@ class Format(NamedTuple):
     """Of its files; the first is of the one that programs name."""
     write: Callable[[Deployed, Path, Precision, Iterable[Inputs]], Runner]
     precisions: tuple[Precision, ...] = ("fp32",)
+    libraries: tuple[str, ...] = ()
+    """That have to be installed, by the extra of the format's name."""
+
+
+def check_installed(form: str) -> None:
+    """Raises UserError where a library is missing that writes or runs this format."""
+    missing = [library for library in FORMATS[form].libraries if find_spec(library) is None]
+    if missing:
+        raise UserError(f"export: format={form} needs {missing[0]}: pip install 'ddptrain[{form}]'")
 
 
 def as_list(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -78,11 +88,9 @@ def _pt2(deployed: Deployed, target: Path, precision: Precision, calibration: It
 
 
 def _onnx(deployed: Deployed, target: Path, precision: Precision, calibration: Iterable[Inputs]) -> Runner:
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise _without(error, "onnx") from error
+    import onnx
+    import onnxruntime
+
     _write_onnx(deployed, target)
     if deployed.metadata:
         written = onnx.load(target)
@@ -97,14 +105,9 @@ def _openvino(
 ) -> Runner:
     """By way of ONNX: OpenVINO reads torch's own programs, but not their suppression of doubles."""
     os.environ.setdefault("NNCF_CI", "1")  # or it sends usage data
-    try:
-        import openvino
-        from openvino._offline_transformations import apply_moc_transformations
+    import openvino
+    from openvino._offline_transformations import apply_moc_transformations
 
-        if precision == "int8":
-            import nncf
-    except ImportError as error:
-        raise _without(error, "openvino") from error
     with tempfile.TemporaryDirectory() as folder:
         _write_onnx(deployed, Path(folder) / "model.onnx")
         model = openvino.Core().read_model(Path(folder) / "model.onnx")
@@ -112,6 +115,8 @@ def _openvino(
         # As openvino.convert_model does, which sends usage data
         apply_moc_transformations(model, cf=True)
         if precision == "int8":
+            import nncf
+
             nncf.set_log_level(logging.ERROR)
             examples = nncf.Dataset(calibration, partial(_named, deployed))
             with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
@@ -137,10 +142,6 @@ def _openvino(
 
 
 def _write_onnx(deployed: Deployed, target: Path) -> None:
-    try:
-        import onnxscript  # noqa: F401  torch.onnx.export needs it, and says so in a traceback
-    except ImportError as error:
-        raise _without(error, "onnx") from error
     program = _traced(deployed)
     with _refused_by_torch(deployed):
         torch.onnx.export(
@@ -171,12 +172,10 @@ def _named(deployed: Deployed, inputs: Inputs) -> dict[str, Any]:
     return {name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)}
 
 
-def _without(error: ImportError, form: str) -> UserError:
-    return UserError(f"export: format={form} needs {error.name}: pip install 'ddptrain[{form}]'")
-
-
 FORMATS = {
-    "onnx": Format((".onnx",), _onnx),
+    "onnx": Format((".onnx",), _onnx, libraries=("onnx", "onnxscript", "onnxruntime")),
     "pt2": Format((".pt2",), _pt2),
-    "openvino": Format((".xml", ".bin"), _openvino, ("fp32", "fp16", "int8")),
+    "openvino": Format(
+        (".xml", ".bin"), _openvino, ("fp32", "fp16", "int8"), ("openvino", "nncf", "onnx", "onnxscript")
+    ),
 }

@@ -206,16 +206,28 @@ def test_a_target_that_can_not_be_written_is_named(trained: Path, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_missing_library_is_named_with_its_installation(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "words", "extra"),
+    [
+        ("safetensors", "checkpoint convert run=run out={}/weights.safetensors", "safetensors"),
+        ("onnxruntime", "export run=run format=onnx out={}/model.onnx", "onnx"),
+        ("onnxscript", "export run=run format=openvino out={}/model.xml", "openvino"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_installation(
+    library: str, words: str, extra: str, trained: Path, tmp_path: Path
+) -> None:
+    line = words.format(tmp_path).split()
     program = (
-        "import sys; sys.modules['safetensors'] = None; from ddptrain.verbs.main import main;"
-        f"sys.exit(main(['checkpoint', 'convert', 'run=run', 'out={tmp_path}/weights.safetensors']))"
+        f"import sys; sys.modules['{library}'] = None; from ddptrain.verbs.main import main;"
+        f"sys.exit(main({line}))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=trained, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 2
-    assert "pip install 'ddptrain[safetensors]'" in ended.stderr
+    assert f"pip install 'ddptrain[{extra}]'" in ended.stderr
+    assert words.startswith("checkpoint") or ended.stderr.startswith("ddptrain: export")  # before it loads
     assert not list(tmp_path.iterdir())
 
 

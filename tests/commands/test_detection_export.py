@@ -372,7 +372,7 @@ def test_a_file_of_openvino_holds_what_the_json_says(with_set: Path, tmp_path: P
     operations = Counter(operation.get_type_name() for operation in network.get_ops())
     # an activation in pieces would be quantised in pieces, and int8 no faster than bf16
     assert operations["Swish"] > operations["Sigmoid"]
-    about = json.loads((tmp_path / "file/model.json").read_text())
+    about = json.loads((tmp_path / "file/model.xml.json").read_text())
     assert json.loads(network.get_rt_info(["ddptrain"]).astype(str)) == about
     assert about["classes"] == list(DISTANCES)
     assert about["score"] == 0.01
@@ -406,7 +406,20 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
     assert "UNCHECKED" in done.err
     assert "a lower score=...; this one was nms=True batch=1 score=1.0" in done.err
     assert "checked    against eager" not in done.err
-    assert named(tmp_path) == ["model.json", "model.pt2"]
+    assert named(tmp_path) == ["model.pt2", "model.pt2.json"]
+
+
+@pytest.mark.long
+def test_each_file_has_its_own_json(folder: Path, tmp_path: Path) -> None:
+    export = f"export run=run checkpoint=last out={tmp_path}/model"
+    for words in ("{}.pt2 format=pt2 nms=false", "{}.onnx format=onnx nms=true score=0.01"):
+        done = ddptrain(folder, words.format(export), **ONE_THREAD)
+        assert done.code == 0, done.err
+    told = {kind: json.loads((tmp_path / f"model.{kind}.json").read_text()) for kind in ("pt2", "onnx")}
+    assert [list(told[kind]["outputs"]) for kind in ("pt2", "onnx")] == [["boxes", "scores"], ["detections"]]
+    (tmp_path / "model.onnx").unlink()
+    refused = refusal(folder, f"{export}.onnx format=onnx", **ONE_THREAD)
+    assert f"{tmp_path}/model.onnx.json, which is written beside it, exists already" in refused
 
 
 @pytest.mark.long

@@ -325,7 +325,7 @@ def test_an_export_works_by_its_json_alone(
         (home / "set").rename(home / "moved")
     done = ddptrain(home, f"export run=run format=onnx out={tmp_path}/model.onnx", **ONE_THREAD)
     assert done.code == 0, done.err
-    about = json.loads((tmp_path / "model.json").read_text())
+    about = json.loads((tmp_path / "model.onnx.json").read_text())
     assert (about["mode"], about["resize"]["rule"]) == (mode, rule)
     assert list(about["outputs"]) == ["logits"]
     properties = {one.key: one.value for one in onnx.load(tmp_path / "model.onnx").metadata_props}

@@ -58,7 +58,7 @@ def test_a_file_lists_its_answers_without_suppression(run: Path, tmp_path: Path)
     kinds = {node.op_type for node in onnx.load(str(file)).graph.node}
     assert "TopK" in kinds
     assert "NonMaxSuppression" not in kinds
-    assert json.loads((tmp_path / "model.json").read_text())["overlap"] == 1
+    assert json.loads((tmp_path / "model.onnx.json").read_text())["overlap"] == 1
     images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     [[rows]] = session.run(None, {"images": images.numpy()})

@@ -71,7 +71,7 @@ def check_path(home: Path, pictures: Path, library: str, name: str) -> None:
     for verb in ("export run=run format=onnx out=model.onnx", f"predict run=run source={pictures} top=2"):
         done = ddptrain(home, verb, **ONE_THREAD)
         assert done.code == 0, done.err
-    assert json.loads((home / "model.json").read_text())["classes"] == ["blue", "orange"]
+    assert json.loads((home / "model.onnx.json").read_text())["classes"] == ["blue", "orange"]
     page = (Path(__file__).parents[2] / "docs/finetuning.md").read_text()
     (home / "use.py").write_text(page.split("```python\n")[1].split("```")[0])
     with (home / "predictions/predictions.csv").open() as file:

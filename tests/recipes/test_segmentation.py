@@ -315,7 +315,7 @@ def test_an_export_says_what_predict_says(kind: str, run: Path, tmp_path: Path) 
     )
     assert done.code == 0, done.err
     assert "input      images, float32 (any, 3, 64, 64)" in done.err
-    about = json.loads((tmp_path / "model.json").read_text())
+    about = json.loads((tmp_path / f"model.{kind}.json").read_text())
     assert about["classes"] == list(CLASSES)
     if kind == "pt2":
         model = torch.export.load(tmp_path / "model.pt2").module()
