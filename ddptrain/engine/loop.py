@@ -107,6 +107,7 @@ class Engine:
                     break
             self._finish_saving()
             self._stopwatch.synchronize()
+            self._watchdog.saved()
             outcome = "done" if state.step == plan.steps else "stopped early"
         except Stopped:
             self._finish_saving()

@@ -197,7 +197,8 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def make_observers(config: Config) -> list[Observer]:
-    """Those of the config, and the summary; where there are any, the mirror and what was compiled."""
+    """Those of the config, and the summary, which waits for none of them; where there are any, the mirror and
+    what was compiled."""
     observers = [_built(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
     readers = [
         name
@@ -208,7 +209,7 @@ def make_observers(config: Config) -> list[Observer]:
         raise UserError(f"observers: {readers[0]} sends metrics.jsonl; add jsonl: [jsonl,{readers[0]}].")
     if config.run.mirror is not None:
         observers.append(Mirror(config.run.mirror))
-    return [*observers, *([Compilations()] if config.compile in COMPILED else []), Summary()]
+    return [Summary(), *observers, *([Compilations()] if config.compile in COMPILED else [])]
 
 
 def make_controllers(config: Config) -> dict[str, Controller]:

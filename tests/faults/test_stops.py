@@ -1,5 +1,6 @@
 """Asked to stop at any moment: all ranks at one step, a checkpoint, exit 75; gone on with, the same bits."""
 
+import json
 import random
 import signal
 import time
@@ -150,8 +151,25 @@ def test_what_is_saved_within_the_grace_time_is_said_where_figures_are_not_done(
     job.wait_for("step 5/40")
     job.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(20) == 75
-    assert "stopped and saved; figures or trackers were not done within checkpoint.grace=3 s" in job.text
+    assert "all is saved; figures or trackers were not done within checkpoint.grace=3 s" in job.text
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
+@pytest.mark.faults
+def test_a_signal_at_the_end_of_a_run_that_is_done(tmp_path: Path) -> None:
+    """Nothing is lost, and it says so; the same command does what was left."""
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    slow = ["observers=[console]", "+observers.slow._target_=slow_end.SlowEnd"]
+    job = Job(faulty_words("checkpoint.grace=3", *slow), tmp_path, 1, launcher="python")
+    job.wait_for("done:")
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(20) == 75
+    assert "asked for by SIGTERM: all is saved, figures are left" in job.text
+    assert "all is saved; figures or trackers were not done within checkpoint.grace=3 s" in job.text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["outcome"] == "done"
+    again = Job(faulty_words("observers=[console]"), tmp_path, 1, launcher="python")
+    assert again.wait() == 0
+    assert "this run is finished" in again.text
 
 
 @pytest.mark.faults

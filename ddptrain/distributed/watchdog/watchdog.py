@@ -202,7 +202,7 @@ class Watchdog:
         if self._signalled_at is not None and now > self._signalled_at + self._grace:
             if self._saved:
                 late = f"within checkpoint.grace={self._grace:g} s after {self._stop}"
-                said = f"stopped and saved; figures or trackers were not done {late}. Start it again."
+                said = f"all is saved; figures or trackers were not done {late}. Start it again."
                 self._exit(ExitCode.STOPPED, said if self._world.is_first else "")
             missed = "the checkpoint was not written" if self._writes else "no step ended"
             self._exit(
@@ -238,9 +238,10 @@ class Watchdog:
             self._heartbeat.ask_to_stop(who)
             if self._heartbeat.failure is None and not self.gone():
                 # else it is torchrun, ending the rest of a failed job
-                _say_in_thread(
-                    lambda: log.info("stop       asked for by %s: after this step, with a checkpoint", who)
+                when = (
+                    "all is saved, figures are left" if self._saved else "after this step, with a checkpoint"
                 )
+                _say_in_thread(lambda: log.info("stop       asked for by %s: %s", who, when))
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._marked_at > self._patience
