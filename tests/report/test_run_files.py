@@ -234,6 +234,16 @@ def test_the_best_run_by_each_metric(make_run: MakeRun) -> None:
     assert [best[i] for i in ranking(runs)] == sorted(best, reverse=True)
 
 
+@pytest.mark.parametrize(("kept", "best"), [(20, 20), (30, 30), (10, 40), (999, 40), (None, 40)])
+def test_of_equal_values_the_best_is_that_of_the_run(make_run: MakeRun, kept: int | None, best: int) -> None:
+    """Which takes the one with the lower loss, else the last."""
+    run = read_run(make_run("a", best={"accuracy": 0.75, "step": kept}), "a")
+    values = {10: 0.5, 20: 0.75, 30: 0.75, 40: 0.75, 50: 0.25}
+    run.curves = {("accuracy", "valid"): [CurvePoint(step, None, value) for step, value in values.items()]}
+    (metric,) = metrics([run])
+    assert metric.scores[0].best == CurvePoint(best, None, 0.75)
+
+
 def test_a_metric_of_one_run_only_has_no_winner(make_run: MakeRun) -> None:
     one, other = read_run(make_run("a"), "a"), read_run(make_run("b"), "b")
     other.curves = {

@@ -87,7 +87,7 @@ def metrics(runs: Sequence[RunFiles]) -> list[Metric]:
     scored = []
     for name, split in ranked:
         higher = direction(name, runs)
-        scores = tuple(_score(run.curves.get((name, split), []), higher) for run in runs)
+        scores = tuple(_score(run, name, split, higher) for run in runs)
         scored.append(Metric(name, split, higher, scores))
     return scored
 
@@ -227,11 +227,15 @@ def direction(name: str, runs: Sequence[RunFiles]) -> bool | None:
     return False if _LOWER.search(name) else True if _HIGHER.match(name) else None
 
 
-def _score(points: Sequence[CurvePoint], higher: bool | None) -> Score:
-    finite = [point for point in points if point.value is not None]
+def _score(run: RunFiles, name: str, split: str, higher: bool | None) -> Score:
+    """Of equal values the best is the one that the run has kept as its best, else the last."""
+    points = run.curves.get((name, split), [])
+    values = [point.value for point in points if point.value is not None]
     best = None
-    if finite and higher is not None:
-        best = (max if higher else min)(finite, key=lambda point: point.value or 0.0)
+    if values and higher is not None:
+        value, kept = (max if higher else min)(values), run.section("best")
+        equal = [point for point in points if point.value == value]
+        best = next((point for point in equal if name in kept and point.step == kept.get("step")), equal[-1])
     return Score(points[-1] if points else None, best)
 
 
