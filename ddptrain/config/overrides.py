@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
@@ -21,6 +22,9 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+(e[+-]?\d+)?", re.IGNORECASE)
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
     """Hydra's overrides of these words. Raises UserError for what is none."""
+    for word, following in pairwise(overrides):
+        if following.startswith("=") or (word.endswith("=") and "=" not in following):
+            raise UserError(f"{word} {following}: write key=value, without a blank beside the =.")
     parser = OverridesParser.create()
     parsed_words = []
     for override in overrides:

@@ -49,8 +49,8 @@ def choose_device(requested: str, world: World, why_no_cuda: Callable[[], tuple[
         raise UserError(f"device={requested}: must be auto, cpu, cuda, cuda:<index> or mps.")
     if not count:
         raise UserError(
-            f"device={requested}: {' '.join(why_no_cuda())} Training on the CPU instead would be a silent"
-            f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {DOCTOR_HINT}."
+            f"device={requested}: {' '.join(why_no_cuda())} The CPU instead (device=cpu, or device=auto)"
+            f" would be a silent slowdown, so this stops here. {DOCTOR_HINT}."
         )
     if device.index is None:
         return Placement(torch.device("cuda", world.local_rank % count), "asked for")

@@ -106,7 +106,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
             finished = on_first_rank(world, lambda: _is_summarised(folder, steps))  # others may not have it
             if done > steps or (done == steps and finished):
-                log.info("this run is finished; raise train.epochs or train.steps to go on")
+                log.info("this run is finished; with more epochs or steps it goes on")
                 if config.run.mirror is not None:
                     log.info("mirror     nothing is sent to run.mirror=%s", config.run.mirror)
                 on_first_rank(world, lambda: unlock_folder(folder))
