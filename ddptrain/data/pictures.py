@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean_path
 from ddptrain.text import counted, first_few, fonts_for
 
 log = logging.getLogger("ddptrain")
@@ -75,7 +76,7 @@ def named_pictures(source: str) -> list[Path]:
         matching = map(Path, glob(source, recursive=True))
         files = sorted(file for file in matching if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:
-        why = "no such file or folder."
+        why = f"no such file or folder.{did_you_mean_path(path)}"
         if path.is_dir() or glob(source, recursive=True):
             others = "it and the folders in it hold none" if path.is_dir() else "its files are of other kinds"
             why = f"{others}. A video is named by itself, to a detector."

@@ -538,7 +538,9 @@ def draw_pictures(root: Path) -> None:
 
 
 def test_an_image_folder_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
-    assert "data.root=pictures: there is no such folder" in refusal(tmp_path, PICTURES)
+    (tmp_path / "picture").mkdir()
+    said = refusal(tmp_path, PICTURES)
+    assert "data.root=pictures: there is no such folder. Did you mean picture? Name one that holds" in said
     (tmp_path / "pictures" / "cats").mkdir(parents=True)
     message = refusal(tmp_path, PICTURES)
     assert "data.root=pictures: no image found" in message

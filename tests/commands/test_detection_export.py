@@ -331,7 +331,7 @@ def exported(run: Path, words: str, file: Path) -> str:
     """What the log says."""
     done = ddptrain(run.parent, f"export run={run} format=openvino {words} out={file}", **ONE_THREAD)
     assert done.code == 0, done.err
-    assert named(file.parent) == [f"model.{suffix}" for suffix in ("bin", "json", "png", "xml")]
+    assert named(file.parent) == ["model.bin", "model.xml", "model.xml.json", "model.xml.png"]
     return done.err
 
 

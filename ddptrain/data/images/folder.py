@@ -22,6 +22,7 @@ from ddptrain.data.left_out import HINT, skippable
 from ddptrain.data.paths import Paths
 from ddptrain.data.pictures import Box, content_of, cropped, decoders, fitted
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean_path
 
 log = logging.getLogger(__name__)
 _HINT_OF_CACHE = HINT.replace("data.on_error=skip", "data.on_error=skip data.source.cache=null")
@@ -90,8 +91,9 @@ class ImageFolder(ImageSource):
 
     def fetch(self, root: Path) -> None:
         if not root.is_dir():
-            why = "is a file. Unpack it and name the folder" if root.is_file() else "there is no such folder"
-            raise UserError(f"data.root={root}: {why}. Name one that holds class folders.")
+            no_folder = f"there is no such folder.{did_you_mean_path(root)}"
+            why = "is a file. Unpack it and name the folder." if root.is_file() else no_folder
+            raise UserError(f"data.root={root}: {why} Name one that holds class folders.")
         if (folder := unpacked(root)) != root:
             log.info("data       %s is read, the only folder in data.root=%s", folder, root)
         if self._cache is not None:

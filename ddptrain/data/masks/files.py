@@ -16,6 +16,7 @@ from ddptrain.data.images.class_folders import VALID_NAMES
 from ddptrain.data.left_out import readable, skippable, tell
 from ddptrain.data.pictures import ENDINGS, Encoded, check_apart, decoded, opened, pictures_in
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean_path
 from ddptrain.text import first_few
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def find_pairs(root: Path) -> tuple[list[Pair], list[Pair]]:
     Raises UserError where folders, pictures or masks are missing.
     """
     if not root.is_dir():
-        raise UserError(f"data.root={root}: there is no such folder. {_LAYOUT}")
+        raise UserError(f"data.root={root}: there is no such folder.{did_you_mean_path(root)} {_LAYOUT}")
     train = root / "train"
     valid = next((root / name for name in VALID_NAMES if (root / name).is_dir()), None)
     if train.is_dir() and valid is not None:

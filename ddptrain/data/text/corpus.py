@@ -14,6 +14,7 @@ from ddptrain.data.pictures import note_links
 from ddptrain.data.stream.manifest import NAME as MANIFEST
 from ddptrain.data.stream.write import is_begun
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean_path
 
 log = logging.getLogger("ddptrain")
 
@@ -94,7 +95,9 @@ class TextFiles(TextSource):
             if not self._path.is_dir():
                 problem = "is no file or folder" if self._path.exists() else "there is no such file or folder"
                 where = "" if self._path.is_absolute() else f" (it counts from {Path.cwd()})"
-                raise UserError(f"data.source.path={self._path}: {problem}{where}.")
+                raise UserError(
+                    f"data.source.path={self._path}: {problem}{where}.{did_you_mean_path(self._path)}"
+                )
             matching = _files(self._path, self._pattern, root)
             files = [file for file in matching if file.stat().st_size > 0]
             if not files:
