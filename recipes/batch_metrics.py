@@ -48,6 +48,8 @@ def batch_metrics(metrics: Any) -> list[BatchMetric]:
         for name, metric in metrics.items():
             inner = torchmetrics is not None and isinstance(metric, torchmetrics.MetricCollection)
             named |= {f"{name}_{n}": m for n, m in metric.items()} if inner else {name: metric}
+    elif isinstance(metrics, list | tuple):
+        raise UserError('metrics: need names; give a dict, as {"f1": MulticlassF1Score(num_classes=5)}.')
     elif metrics is not None:
         named = {name_of(metrics).lower(): metrics}
     made: list[BatchMetric] = []

@@ -1,9 +1,10 @@
 """A Python program's own objects as `Objects`: checked, made alike, and sent to the ranks."""
 
+import inspect
 import json
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,15 @@ def _check_model(model: Any) -> None:
             f"model: is wrapped in {type(model).__name__} already; give the module inside, model.module:"
             " strategy=ddp wraps it in each rank."
         )
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        return  # a class without arguments makes one
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise UserError(f"model={model!r}: must be a torch.nn.Module, or a function that makes one.")
+        if needed := _needed_arguments(model):
+            name = getattr(model, "__name__", type(model).__name__)
+            raise UserError(
+                f"model: {name} needs arguments ({', '.join(needed)}). Give the module itself,"
+                f" {name}(...), or a function without arguments that makes one."
+            )
         return
     if hasattr(model, "_orig_mod"):
         raise UserError("model: is compiled already; give it as it was, and compile=default as a word.")
@@ -108,6 +113,16 @@ def _check_model(model: Any) -> None:
             )
     if not any(True for _ in model.parameters()):
         raise UserError(f"model: {type(model).__name__} has no parameters, so there is nothing to train.")
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """The parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a function in C
+        return []
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in free]
 
 
 def _check_loader(loader: DataLoader[Any], key: str) -> None:

@@ -317,6 +317,9 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y + 5)), {"loss": LOSS}, "Target"),
     ((net(), (X, Y)), {"loss": LOSS, "optimizer": torch.optim.SGD(net().parameters())}, "give a name"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"f1": MulticlassF1Score}}, "made with its arguments"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": [MulticlassF1Score(2)]}, "metrics: need names; give a dict"),
+    ((nn.Linear, (X, Y)), {"loss": LOSS}, "Linear needs arguments (in_features, out_features). Give the"),
+    ((lambda depth: net(), (X, Y)), {"loss": LOSS}, "<lambda> needs arguments (depth)."),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"f1": MulticlassF1Score(2).to("meta")}}, "is on meta"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"a": BinaryAccuracy()}}, "BinaryAccuracy refuses a batch"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"loss": LOSS}}, "is the name of the loss"),
@@ -336,7 +339,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     "wrong",
     # those with ranks start processes: a few of them are enough here
-    [pytest.param(i, marks=[pytest.mark.long] * (i >= 42 and i % 4 > 0)) for i in range(len(WRONG))],
+    [pytest.param(i, marks=[pytest.mark.long] * (i >= 45 and i % 4 > 0)) for i in range(len(WRONG))],
 )
 def test_wrong_calls(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message, which says the way out."""
