@@ -66,15 +66,15 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
     names = [field.name for field in fields(_Settings)]
     own = {name: value for name, value in settings.items() if name in names}
     of_task = {name: value for name, value in settings.items() if name not in names}
-    chosen = _Settings(**typed_arguments(_Settings, own, "export"))
-    target = _target(chosen, folder)
-    check_installed(chosen.format)
+    check_installed(own.get("format"))
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
         name = type(task).__name__
         raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
     arguments = typed_arguments(task.deploy, of_task, "export", names)
+    chosen = _Settings(**typed_arguments(_Settings, own, "export"))
+    target = _target(chosen, folder)
     needs_set = chosen.validate or chosen.precision != "fp32"
     suffixes = FORMATS[chosen.format].suffixes
     if chosen.out:

@@ -39,9 +39,10 @@ class Format(NamedTuple):
     """That have to be installed, by the extra of the format's name."""
 
 
-def check_installed(form: str) -> None:
+def check_installed(form: str | None) -> None:
     """Raises UserError where a library is missing that writes or runs this format."""
-    missing = [library for library in FORMATS[form].libraries if find_spec(library) is None]
+    libraries = FORMATS[form].libraries if form in FORMATS else ()
+    missing = [library for library in libraries if find_spec(library) is None]
     if missing:
         raise UserError(f"export: format={form} needs {missing[0]}: pip install 'ddptrain[{form}]'")
 
