@@ -105,14 +105,11 @@ class Engine:
                     raise Stopped(f"stopped at step {done}")
                 if plan.evaluates(done) and not self._evaluate():
                     break
-            self._finish_saving()
+            self._wait_until_saved()
             self._stopwatch.synchronize()
-            self._watchdog.saved()
             outcome = "done" if state.step == plan.steps else "stopped early"
         except Stopped:
-            self._finish_saving()
-            from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
-            self._watchdog.saved()
+            self._wait_until_saved()
             outcome = "stopped"
             raise
         except NotFinite as nonfinite:
@@ -315,6 +312,12 @@ class Engine:
         if saved is not None:
             self._watchdog.mark("telling observers", patience=LONG_S)
             self._observers.saved(saved)
+
+    def _wait_until_saved(self) -> None:
+        """On all ranks: the first one to exit makes torchrun end the others. A collective."""
+        self._finish_saving()
+        from_first_rank(self._world, None)
+        self._watchdog.saved()
 
     def _mark_writing(self) -> None:
         """A slow disk is no hang, and a rank that is gone does not end what the next attempt needs."""
