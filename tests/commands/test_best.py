@@ -61,7 +61,7 @@ def test_so_do_export_and_convert(words: str, folder: Path, tmp_path: Path) -> N
     assert torch.equal(found["conv1.weight"], saved["conv1.weight"])
 
 
-@pytest.mark.parametrize("mine", ["mine.pt2", "mine.json"])
+@pytest.mark.parametrize("mine", ["mine.pt2", "mine.pt2.json"])
 def test_an_export_replaces_nothing_but_an_earlier_one_in_the_run_folder(
     mine: str, folder: Path, tmp_path: Path
 ) -> None:
