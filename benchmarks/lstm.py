@@ -46,10 +46,10 @@ from torch.utils.tensorboard import SummaryWriter
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.data.text.corpus import StandardLibrary
-from ddptrain.engine.precision import Precision
 from ddptrain.recipes.recurrent import RecurrentModel
 from ddptrain.recipes.text import State
 from ddptrain.run.setup import make_task
+from ddptrain.torch_private import lstms_in_what_the_cpu_has
 
 NAME = "lstm"
 """Of the markers."""
@@ -73,7 +73,7 @@ def main() -> None:
     if arguments.write:
         check_markers(arguments.write, NAME)
     torch.set_num_threads(THREADS)
-    Precision("bf16", torch.device("cpu"))  # the loop by hand, too, on CPUs without LSTMs in bf16
+    lstms_in_what_the_cpu_has()  # in the loop by hand, too
     rounds, steps = arguments.rounds, arguments.steps
     print(f"lstm: {rounds} rounds of {steps} steps", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder, silent(Path(folder)):

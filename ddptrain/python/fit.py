@@ -55,8 +55,8 @@ def fit(
 
     In a script or a notebook the training has ``ranks`` processes of its own (default 1), to which the
     objects are sent; under ``torchrun script.py`` it is done by these ranks. The same call with the same
-    ``run_dir`` goes on where it stopped, and returns at once where it had finished. ``model`` itself is not
-    changed: the trained one is ``run.model``.
+    ``run_dir`` goes on where it stopped, and returns without a step where it had finished. ``model`` itself
+    is not changed: the trained one is ``run.model``.
 
     - model: a module on the CPU, or a function that makes one (then its weights follow from ``seed``).
     - train, valid: map-style datasets whose samples are (input, target) or (*inputs, target); tuples of
