@@ -171,7 +171,7 @@ class Sweep:
     timeout: float | None = rule(None, above=0)
     """Seconds a job may run at a stretch before it is stopped and counts as failed."""
     retries: int = rule(0, at_least=0)
-    """More attempts for a job that crashed or hung; each goes on from the last checkpoint."""
+    """More attempts for a job that crashed, hung or was killed; each goes on from the last checkpoint."""
     partition: str | None = None
     """slurm, as ``sbatch --partition``."""
     account: str | None = None
