@@ -62,7 +62,8 @@ def fit(
     - train, valid: map-style datasets whose samples are (input, target) or (*inputs, target); tuples of
       tensors whose row i is sample i; or DataLoaders, of which dataset, batch size, collate and workers are
       taken. Without ``valid`` every tenth sample of ``train`` is held out.
-    - words: overrides, as on the command line: ``"strategy=fsdp"``, ``"precision=bf16"``.
+    - words: overrides, as on the command line: ``"strategy=fsdp"``, ``"precision=bf16"``. A word counts more
+      than an argument for the same key.
     - loss: a module or function of (output, target) that returns the mean over the samples, their sum, or one
       value for each.
     - step: in place of loss, a function of (model, batch) that returns such a value or a
@@ -163,10 +164,11 @@ def _script() -> list[str]:
 @contextmanager
 def _job(number: int) -> Iterator[None]:
     """Inside, torchrun's job is called otherwise for each call but the first: the folder that a run has by
-    default is named by it, so that a restart finds its own."""
+    default is named by it, so that a restart finds its own. A job without an id, "none", stays so: each of
+    its runs gets a new folder."""
     variable = "TORCHELASTIC_RUN_ID"
     name = os.environ[variable]
-    os.environ[variable] = name if number == 1 else f"{name}/{number}"
+    os.environ[variable] = name if number == 1 or name == "none" else f"{name}/{number}"
     try:
         yield
     finally:

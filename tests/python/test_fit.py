@@ -161,9 +161,7 @@ def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Pat
     assert "--script=<file>.py" in unknown.err
 
 
-@pytest.mark.long
-def test_two_trainings_of_one_program_under_torchrun_are_two_runs(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("""
+TWO_TRAININGS = """
 import ddptrain, torch
 torch.manual_seed(0)
 for width in (1, 2):
@@ -173,7 +171,12 @@ for width in (1, 2):
     run = ddptrain.fit(net, (x, x[:, :width]), None, *words, loss=loss, batch_size=8, epochs=width)
     assert not torch.are_deterministic_algorithms_enabled() and not torch.is_anomaly_enabled()
     print(f"RESULT {run.folder.name} {run.step} {float(x.sum())}\\n", end="", flush=True)  # at once
-""")
+"""
+
+
+@pytest.mark.long
+def test_two_trainings_of_one_program_under_torchrun_are_two_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TWO_TRAININGS)
     ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
     said = [tuple(line.split()[1:]) for line in ended.stdout.splitlines() if line.startswith("RESULT")]
@@ -181,6 +184,17 @@ for width in (1, 2):
     assert len(said) == 4
     assert one != other
     assert int(more) > int(steps)
+
+
+@pytest.mark.long
+def test_a_job_of_torchrun_without_an_id_is_another_one_each_time(tmp_path: Path) -> None:
+    """torchrun calls it ``none`` where --master-port is given; up to torch 2.11 it always does."""
+    (tmp_path / "mine.py").write_text(TWO_TRAININGS)
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=none")
+    for runs in (2, 4):
+        ended = started(tmp_path / "mine.py", launcher=(*TORCHRUN[:2], *rendezvous, TORCHRUN[-1]))
+        assert ended.returncode == 0, ended.stderr
+        assert len(list((tmp_path / "runs" / "fit").iterdir())) == runs
 
 
 OTHER_SETS = {
