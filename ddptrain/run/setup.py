@@ -236,9 +236,19 @@ def _built(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
 
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
     """The seeded model on its device, in its memory format; not yet compiled or wrapped."""
+    return placed(config, seeded_model(config, task), device)
+
+
+def seeded_model(config: Config, task: Task) -> nn.Module:
+    """Where the task makes it."""
     seed_pythons(config.seed)
     torch.manual_seed(config.seed)
-    model = task.build().train().to(device)
+    return task.build().train()
+
+
+def placed(config: Config, model: nn.Module, device: torch.device) -> nn.Module:
+    """On its device, in its memory format."""
+    model = model.to(device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model

@@ -14,7 +14,7 @@ from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.errors import reason
-from ddptrain.run.setup import make_model
+from ddptrain.run.setup import make_model, placed, seeded_model
 
 log = logging.getLogger("ddptrain")
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -37,10 +37,13 @@ def _without_numbers(config: Config, task: Task) -> tuple[nn.Module | None, str]
     tried = copy(task)  # what its `build` sets is thrown away where it fails
     try:
         with _META:
-            model = make_model(config, tried, _META)
+            model = seeded_model(config, tried)
     except Exception as error:
         # of any kind: it reads what it has made. An error of its own is raised again without `meta`
         return None, f"Task.build needs numbers ({reason(error)})"
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        return None, f"{type(model).__name__} has numbers already"  # which a module that was given keeps
+    model = placed(config, model, _META)
     known = {id(layer) for layer in model.modules()}
     for layer in model.modules():
         held = (value for name, value in vars(layer).items() if name not in _MODULES_OWN)
