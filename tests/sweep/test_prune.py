@@ -187,6 +187,27 @@ def test_the_pruned_go_on_where_nothing_is_pruned_any_more(tmp_path: Path) -> No
     assert "resumed    " in (tmp_path / "sweep/002/output.txt").read_text()
 
 
+@pytest.mark.long
+def test_an_evaluation_that_is_repeated_after_a_kill_is_judged_once(tmp_path: Path) -> None:
+    """The last job had passed its first one, beside jobs that had got less far, when the sweep was killed."""
+    words = swept_words("task.point=0,1,2,8", "task.best=0", "sweep.prune=median", "sweep.max_parallel=1")
+    assert start(tmp_path, words).wait() == 0
+    assert statuses(tmp_path) == {0: "done", 1: "done", 2: "done", 3: "pruned"}
+    last = [event for event in events(tmp_path) if event.get("job") == 3]
+    assert [event["event"] for event in last[-2:]] == ["verdict", "ended"]
+    before = [event for event in events(tmp_path) if event not in last[-2:]]
+    lines = [json.dumps(event) + "\n" for event in (*before, {**last[-2], "goes_on": True})]
+    (tmp_path / "sweep/ledger.jsonl").write_text("".join(lines))
+    shutil.rmtree(tmp_path / "sweep/003/checkpoints")
+    assert start(tmp_path, words).wait() == 0
+    assert statuses(tmp_path)[3] == "pruned"
+    assert [event["goes_on"] for event in events(tmp_path, "verdict") if event["job"] == 3] == [
+        True,
+        True,
+        False,
+    ]
+
+
 def test_a_job_that_runs_again_has_no_error_of_its_last_attempt() -> None:
     job = Job(0, "key", ())
     started = {"event": "started", "time": 1.0, "on": "local", "gpus": [], "on_cpu": True}

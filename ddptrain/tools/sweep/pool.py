@@ -156,8 +156,10 @@ class Pool:
         for request in self._requests[job.number].unanswered():
             self._ledger.write(job, "evaluated", **request)
             waiting = bool(self._waiting) or any(other.waits for other in self._running.values())
-            goes_on = self._rule.goes_on(job, self._rivals, waiting)
-            self._ledger.write(job, "verdict", share=request["step"] / request["steps"], goes_on=goes_on)
+            share = request["step"] / request["steps"]
+            # an evaluation that is repeated after a kill was judged before, beside jobs that had got less far
+            goes_on = share <= job.passed or self._rule.goes_on(job, self._rivals, waiting)
+            self._ledger.write(job, "verdict", share=share, goes_on=goes_on)
             self._requests[job.number].answer(goes_on)
 
     def _look_after(self, number: int, attempt: Attempt) -> None:
