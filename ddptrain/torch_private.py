@@ -10,6 +10,7 @@ files use are listed in tests/structure/test_private_names.py.
 | `Variable._execution_engine.queue_callback` | 2.11 to 2.15 | called at once: `all_reduce` is timed wrongly |
 | `torch._amp_foreach_non_finite_check_and_unscale_` | 2.11 to 2.15 | a check of each gradient: launches |
 | `torch._C._autograd._profiler_enabled` | 2.11 to 2.15 | ranges for a profiler in each step |
+| DDP's `_assign_modules_buffers` | 2.11 to 2.15 | a buffer that a pass makes differs between ranks |
 | DDP's `_set_ddp_runtime_logging_sample_rate` | 2.11 to 2.15 | waits in each hundredth step |
 | `torch._cudnn_rnn` | 2.11 to 2.15 | recurrent layers under bf16 compute in fp16 on GPUs |
 | `aten.mkldnn_rnn_layer`, `mkldnn._is_mkldnn_bf16_supported` | 2.11 to 2.15 | bf16 LSTMs end on older CPUs |
@@ -192,6 +193,14 @@ def never_time(wrapped: DistributedDataParallel) -> None:
     choose = getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", None)
     if choose is not None:
         choose(2**31 - 1)
+
+
+def find_late_buffers(ddp: DistributedDataParallel) -> None:
+    """DDP asks whether there are buffers before it looks for those that a pass has made: from here on it
+    looks first, in each pass, where the model has none yet."""
+    look = getattr(ddp, "_assign_modules_buffers", None)
+    if look is not None and next(ddp.buffers(), None) is None:
+        ddp.register_forward_pre_hook(lambda *_: look())
 
 
 def lean_forward(ddp: DistributedDataParallel) -> None:

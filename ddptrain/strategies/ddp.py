@@ -99,6 +99,8 @@ class Ddp(Strategy):
         torch_private.lean_forward(wrapped)
         # in each step; the second is its name from torch 2.14 on, where the first is deprecated
         wrapped.broadcast_buffers = wrapped.forward_sync_buffers = not only_statistics(model)
+        if wrapped.broadcast_buffers:
+            torch_private.find_late_buffers(wrapped)
         bucket.hidden()
         self._register_hook(wrapped)
         return wrapped

@@ -201,6 +201,43 @@ def test_an_evaluation_leaves_no_trace(size: int, ema: float | None, tmp_path: P
         assert not differing(often[part], once[part])
 
 
+class MadeLate(nn.Module):
+    """Its only buffer, but for those of its norm, is made by its first pass in training, and read there."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(FEATURES, WIDTH), norm, nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("mean", None)
+        self.mean: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        if self.training:
+            own = x.detach().mean(dim=0)
+            self.mean = own if self.mean is None else 0.5 * self.mean + 0.5 * own
+        logits: Tensor = self.last(torch.tanh(x if self.mean is None else x - self.mean))
+        return logits
+
+
+@pytest.mark.parametrize("strategy", [auto(), {"_target_": "ddptrain.strategies.fsdp.Fsdp"}])
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(WIDTH)])
+def test_a_buffer_that_a_pass_makes_is_the_first_ranks(
+    norm: Callable[[], nn.Module], strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    """In each step: so that an evaluation and a resume, which give its value to all ranks, change nothing."""
+
+    def rank(name: str, every: int, stop_at: int | None = None) -> Callable[[World], Any]:
+        one = fit(strategy=strategy, make_model=lambda: MadeLate(norm()), plan={"eval_every": every})
+        return lambda world: one.run(world, tmp_path / name, stop_at)[2].metrics
+
+    run_killed_at(3, rank("killed", 6, 3), 2, tmp_path / "killed")
+    runs = [run_ranks(rank(name, every), 2) for name, every in (("killed", 6), ("once", 6), ("often", 1))]
+    assert runs[0] == runs[1] == runs[2]
+    killed, once, often = (newest_state(tmp_path / name) for name in ("killed", "once", "often"))
+    for other in (killed, often):
+        assert not differing(other["model"], once["model"])
+
+
 class Spoils(Classify):
     """Its loss is not finite in the steps named."""
 

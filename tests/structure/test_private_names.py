@@ -19,7 +19,12 @@ ELSEWHERE = {
     },
     "ddptrain/config/limits.py": {"_resolvers"},
     "ddptrain/config/search_path.py": {"_get_header_dict", "_normalize_file_name", "_internal"},
-    "ddptrain/distributed/comm.py": {"_C", "_distributed_c10d"},  # the type of a store
+    "ddptrain/distributed/comm.py": {
+        "_C",
+        "_distributed_c10d",  # the type of a store
+        "_buffers",  # those that are None, too
+        "_non_persistent_buffers_set",
+    },
     "ddptrain/distributed/launcher/agent.py": {
         "_pcontext",
         "_restart_workers",
