@@ -127,8 +127,14 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write is in flight."""
-        return self._in_flight is not None
+        """Whether a write is in flight that has not ended. Any thread may ask."""
+        written = self._in_flight
+        return written is not None and not written.done()
+
+    @property
+    def writes_alone(self) -> bool:
+        """The same, of a write that needs no other rank."""
+        return self._group is None and self.is_writing
 
     def steps(self) -> list[Path]:
         """The step folders, oldest first."""

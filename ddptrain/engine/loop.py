@@ -72,6 +72,7 @@ class Engine:
         self._checkpointer = checkpointer
         self._observers = observers
         self._watchdog = step.phase.watchdog
+        self._watchdog.spare_while(lambda: checkpointer.writes_alone)
         self._stopwatch = step.phase.stopwatch
         self._last = _LastDone()
         self._next_evaluation: OwnBatches | None = None
@@ -214,6 +215,7 @@ class Engine:
         self._observers.log(event)
         if self._observers.lost:
             self._watchdog.ask_to_stop("the loss of its folder")
+        self._tell_if_saved()
         self._stopwatch.mark("logging")
 
     def _evaluate(self) -> bool:
@@ -301,6 +303,9 @@ class Engine:
         self._last.saved_at = state.step
         if path is not None:
             self._last.unannounced = Saved(state.step, path)
+        self._tell_if_saved()
+
+    def _tell_if_saved(self) -> None:
         if not self._checkpointer.is_writing:
             self._finish_saving()
 

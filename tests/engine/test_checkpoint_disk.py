@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,33 @@ def test_a_run_that_fails_waits_for_its_checkpoint_and_observers_are_told_of_wha
         fit.run(World(), tmp_path / "checkpoints")
     assert names(tmp_path / "checkpoints") == ["step-2", "step-4"]
     assert told == [(2, True)]
+
+
+def test_observers_are_told_at_the_first_log_line_after_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, told = Held(monkeypatch), list[int]()
+
+    class Told(Observer):
+        def saved(self, event: Saved) -> None:
+            assert event.path.is_dir()
+            told.append(event.step)
+
+    def steps(whole: range) -> Iterator[int]:
+        for step in whole:
+            if step == 25:
+                assert not told, "it is still being written"
+                held.let_go.set()
+            if step > 25 and not told:
+                time.sleep(0.1)
+            if step == 39:
+                assert told == [20], "not with the next save"
+            yield step
+
+    plan = Plan(steps=60, train_size=40, batch_size=8, save_every=20, eval_every=100, log_every=1)
+    fit = Fit(plan, background=True)
+    fit.observers, fit.step_iterator = [Told()], steps
+    fit.run(World(), tmp_path / "checkpoints")
 
 
 def test_one_write_is_in_flight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class Watchdog:
         self._marks, self._step, self._what = 0, 0, "starting"
         self._marked_at, self._patience = time.monotonic(), LONG_S
         self._writes = False
+        self._writes_aside: Callable[[], bool] = lambda: False
         self._main = threading.get_ident()
         self._born = started_at(os.getpid())
         interval = max(0.1, min(1.0, (hang_timeout or LONG_S) / 10))
@@ -97,6 +98,10 @@ class Watchdog:
             self._step = step
         self._marks, self._what, self._writes = self._marks + 1, what, writes
         self._marked_at, self._patience = time.monotonic(), max(patience, self._usual)
+
+    def spare_while(self, writes: Callable[[], bool]) -> None:
+        """Nor is it ended for that while a thread of it writes one. writes: asked in a thread, too."""
+        self._writes_aside = writes
 
     def forget_what_is_usual(self) -> None:
         """Everything is done for the first time again: another graph is compiled."""
@@ -214,14 +219,14 @@ class Watchdog:
 
     def _check_lost_ranks(self) -> None:
         """End this process if another rank has failed or its process is gone; not while it writes."""
-        if self._writes:
+        if self._writes or self._writes_aside():
             return
         gone = self.gone()
         if not gone and self._heartbeat.failure is None:
             return
         # the main thread gets an error from its next gloo collective; one of NCCL's would wait for ever
         self._over.wait(_LAST_WORDS_S)
-        if self._writes:  # it may have begun meanwhile
+        if self._writes or self._writes_aside():  # it may have begun meanwhile
             return
         failure = self._heartbeat.failure
         if failure is not None and failure.rank != self._world.rank:
