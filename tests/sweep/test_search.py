@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from shell import ddptrain, early_refusal, refusal, with_imports
 from sweeps import SWEPT, events, hide_optuna, start, statuses, swept_words
 
 from ddptrain.config.overrides import parsed
-from ddptrain.config.schema import Sweep
+from ddptrain.config.schema import Config, Sweep
 from ddptrain.errors import UserError
 from ddptrain.tools.sweep.board import print_table
-from ddptrain.tools.sweep.ledger import Job, Ledger, read_ledger
+from ddptrain.tools.sweep.ledger import Job, Ledger, job_key, read_ledger
 from ddptrain.tools.sweep.ranges import Choice, Numbers, Point, Range
+from ddptrain.tools.sweep.run import SweepPoint, SweepRunner
 from ddptrain.tools.sweep.search import Search
 
 pytest.importorskip("optuna")
@@ -225,6 +227,46 @@ def test_only_points_of_the_ranges_and_of_the_same_line_count() -> None:
     assert [job.number for job, _ in search.points(jobs)] == [0, 1]
     jobs[4].also.append(words_of({**inside, "data.mix": "0.25"}))
     assert [job.number for job, _ in search.points(jobs)] == [0, 1, 4]
+
+
+def sweep_point(folder: Path, point: Point, program: str = "", trust: str = "") -> SweepPoint:
+    sweep = Sweep(search="random", trials=5, dry_run=True, dir=str(folder))
+    nodes = {"task": {}, "data": {}, "optim": dict(point), "sched": {}, "strategy": {}}
+    config = Config(recipe="x", device="cpu", sweep=sweep, **nodes)  # type: ignore[arg-type]
+    return SweepPoint(config, (*([f"--trust={trust}"] if trust else []), *words_of(point)), program)
+
+
+def test_points_of_another_recipe_or_program_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    for rate in ("0.001", "0.01"):
+        made = sweep_point(tmp_path, {"optim.lr": rate, "data.mix": "0.5", "model.activation": "gelu"}, "a")
+        job = ledger.job(job_key(made.config, made.program), made.words)
+        ledger.write(job, "ended", status="done", code=0, why="", seconds=1.0, metric="accuracy", value=0.5)
+    for program, before in (("a", 2), ("b", 0)):
+        SweepRunner().search(SEARCHES["random"], partial(sweep_point, tmp_path, program=program))
+        plan = capsys.readouterr().out
+        assert f"5 points by random, {before} of them asked for before" in plan
+        assert "002  new" in plan
+
+
+def test_a_known_job_runs_with_the_words_of_the_line_that_asks_for_it_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another --trust is no other job; without it this one could not be built."""
+    point = {"optim.lr": "0.1"}
+    without, trusting = sweep_point(tmp_path, point), sweep_point(tmp_path, point, trust="mine")
+    ledger, key = Ledger(tmp_path), job_key(without.config)
+    job = ledger.job(key, without.words)
+    SweepRunner().run([trusting])
+    assert "--trust=mine" in capsys.readouterr().out
+    assert ledger.job(key, trusting.words) is job
+    (read,) = read_ledger(tmp_path, live=True)
+    for known in (job, read):
+        assert (known.words, known.also) == (trusting.words, [without.words])
+    ledger.job(key, without.words)
+    assert (job.words, job.also) == (without.words, [trusting.words])
 
 
 def test_several_objectives_are_sought_together() -> None:

@@ -68,7 +68,7 @@ class Job:
     passed: float = 0.0
     """Share of the run up to which pruning has let it go on."""
     also: list[tuple[str, ...]] = field(default_factory=list)
-    """Other overrides that make the same config, where a search has asked for them."""
+    """Other words that make the same config, with which it was asked for before."""
     results: dict[str, float | None] = field(default_factory=dict)
     """Of one that is done, by name; None where one is not finite."""
     objectives: dict[str, str] = field(default_factory=dict)
@@ -116,7 +116,9 @@ class Job:
                 self.gpus, self.began = tuple(event["gpus"]), event["time"]
                 self.attempt += 1
             case "asked":
-                self.also.append(tuple(event["words"]))
+                words = tuple(event["words"])
+                self.also = [known for known in (*self.also, self.words) if known != words]
+                self.words = words
             case "began":
                 self.status, self.gpus, self.began = "running", (event["node"],), event["time"]
             case "evaluated":
@@ -166,8 +168,8 @@ class Ledger:
         return list(self._jobs.values())
 
     def job(self, key: str, words: Sequence[str]) -> Job:
-        """The job of this config, with the number it has or the next one. Raises UserError where that one's
-        folder holds something."""
+        """The job of this config, with the number it has or the next one; it is run with these words. Raises
+        UserError where that one's folder holds something."""
         if key not in self._jobs:
             job = Job(len(self._jobs), key, tuple(words))
             if (self.folder / job.folder).exists():
@@ -177,6 +179,8 @@ class Ledger:
                 )
             self._append({"event": "job", "job": job.number, "key": key, "words": list(words)})
             self._jobs[key] = job
+        elif self._jobs[key].words != tuple(words):  # another --trust, mirror, or spelling of a value
+            self.write(self._jobs[key], "asked", words=list(words))
         return self._jobs[key]
 
     def write(self, job: Job, event: str, **facts: Any) -> None:

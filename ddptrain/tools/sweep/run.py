@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,22 +36,6 @@ class SweepPoint:
     """The command line that makes this config."""
     program: str = ""
     """A digest of what ``--script`` names, as the sweep began with it."""
-
-
-class _Configs(dict[int, Config]):
-    """Of jobs by number, each made when it is first looked at: that costs 10 ms, and of hundreds that were
-    pruned most stay so."""
-
-    def __init__(self, make: Callable[[Point], SweepPoint], points: Mapping[int, Point]) -> None:
-        self._make = make
-        self._points = points
-
-    def __contains__(self, number: object) -> bool:
-        return super().__contains__(number) or number in self._points
-
-    def __missing__(self, number: int) -> Config:
-        config = self[number] = self._make(self._points[number]).config
-        return config
 
 
 class SweepRunner:
@@ -103,34 +87,41 @@ class SweepRunner:
             _print_search(search, [str(each) for each in ranges], make, folder, machines)
             return
         self._ledger = ledger = Ledger(folder)
-        before = search.points(ledger.jobs)
-        self._numbers = {job.number for job, _ in before}
-        left = _Configs(make, {job.number: point for job, point in before if _may_run(job)})
+        before = _asked_before(search, ledger.jobs, make)
+        changed = {job.number for job, _ in search.points(ledger.jobs)} - before.keys()
+        self._numbers, left = set(before), dict[int, Config]()
+        for job, made in before.values():
+            if made is not None and job.status != "done":
+                left[ledger.job(job.key, made.words).number] = made.config
+
+        def jobs() -> list[Job]:
+            return [job for job in ledger.jobs if job.number not in changed]
+
         board = Board(fixed)
         board.say(f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before")
+        if changed:
+            board.say(f"note  {counted(len(changed), 'job')} had another recipe or program: not counted")
         board.say(machines.describe())
 
         def more() -> tuple[Job, Config] | None:
-            while (point := search.next_point(ledger.jobs)) is not None:
+            while (point := search.next_point(jobs())) is not None:
                 try:
                     sweep_point = make(point)
                     break
                 except UserError as error:  # values that can't go together
                     words = search.words(point)
-                    refused = ledger.job(f"refused {shlex.join(words)}", words)
+                    refused = ledger.job(_refused_key(words), words)
                     ledger.write(refused, "ended", status="failed", code=2, why=str(error), seconds=0.0)
                     self._numbers.add(refused.number)
                     board.changed(refused)
             else:
                 return None
             job = ledger.job(job_key(sweep_point.config, sweep_point.program), sweep_point.words)
-            if sweep_point.words not in (job.words, *job.also):
-                ledger.write(job, "asked", words=list(sweep_point.words))
             self._numbers.add(job.number)
             return job, sweep_point.config
 
         Pool(ledger, machines, rule, board).run(left, frozenset(self._numbers), more)
-        tried = [job for job, _ in search.points(ledger.jobs)]
+        tried = [job for job, _ in search.points(jobs())]
         if len(tried) < search.trials:
             board.say(f"note  the search ends after {counted(len(tried), 'point')}: it draws no new ones")
         _note_late(tried, rule, board)
@@ -185,8 +176,13 @@ def _note_late(jobs: Sequence[Job], rule: PruningRule, board: Board) -> None:
 def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:
     """The jobs as the ledger would have them; nothing is written."""
     known = {job.key: job for job in read_ledger(folder, is_locked(folder))}
-    keys = [job_key(point.config, point.program) for point in points]
-    return [known.setdefault(key, Job(len(known), key, p.words)) for key, p in zip(keys, points, strict=True)]
+    jobs = []
+    for point in points:
+        key = job_key(point.config, point.program)
+        job = known.setdefault(key, Job(len(known), key, point.words))
+        job.words = point.words
+        jobs.append(job)
+    return jobs
 
 
 def _print_plan(
@@ -203,9 +199,27 @@ def _print_commands(plan: Sequence[tuple[Job, Config]], folder: Path, machines: 
         print(f"{job.folder}  {job.status:8} python {line}")
 
 
-def _may_run(job: Job) -> bool:
-    """Not done, and not refused by the checks of its config."""
-    return job.status != "done" and not (job.status == "failed" and job.attempt == 0)
+def _asked_before(
+    search: Search, jobs: Sequence[Job], make: Callable[[Point], SweepPoint]
+) -> dict[int, tuple[Job, SweepPoint | None]]:
+    """The jobs that are points of a search, by number, each with what its point makes now; None where that is
+    refused, as it was. Without those of which it makes another config than it did, or another program: 10 ms
+    a job."""
+    before: dict[int, tuple[Job, SweepPoint | None]] = {}
+    for job, point in search.points(jobs):
+        try:
+            made = make(point)
+            key = job_key(made.config, made.program)
+        except UserError:
+            made, key = None, _refused_key(search.words(point))
+        if key == job.key:
+            before[job.number] = job, made
+    return before
+
+
+def _refused_key(words: Sequence[str]) -> str:
+    """In place of a config's hash, for words that make none."""
+    return f"refused {shlex.join(words)}"
 
 
 def _print_search(
@@ -216,15 +230,18 @@ def _print_search(
     machines: Machines,
 ) -> None:
     """The ranges, and the points that would be started at once."""
-    jobs = read_ledger(folder, is_locked(folder))
-    before = search.points(jobs)
+    known = read_ledger(folder, is_locked(folder))
+    before = _asked_before(search, known, make)
+    changed = {job.number for job, _ in search.points(known)} - before.keys()
+    jobs = [job for job in known if job.number not in changed]
     print(
         f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before; {machines.describe()}"
     )
     print(*ranges, sep="\n")
-    plan = [(job, make(point).config) for job, point in before if _may_run(job)]
+    plan = [(job, made.config) for job, made in before.values() if made is not None and job.status != "done"]
     while len(plan) < min(machines.parallel, _FIRST_POINTS) and (point := search.next_point(jobs)):
-        jobs.append(Job(len(jobs), "", search.words(point)))
+        jobs.append(Job(len(known), "", search.words(point)))
+        known.append(jobs[-1])
         try:
             plan.append((jobs[-1], make(point).config))
         except UserError as error:
