@@ -185,6 +185,15 @@ def test_a_pipe_or_a_link_is_not_followed(make_run: MakeRun, tmp_path: Path) -> 
     assert "password" not in shown(folder)
 
 
+def test_a_link_in_place_of_the_plots_is_not_followed(make_run: MakeRun, tmp_path: Path) -> None:
+    folder, notes = make_run("a"), tmp_path / "notes"
+    (folder / "plots").rename(notes)
+    (notes / "sample.txt").write_text("password")
+    assert "password" not in shown(folder)
+    (folder / "plots").symlink_to(notes)
+    assert "password" not in shown(folder)
+
+
 def test_is_run(make_run: MakeRun, tmp_path: Path) -> None:
     assert is_run(make_run("a"))
     assert not is_run(tmp_path)

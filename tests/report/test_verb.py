@@ -106,6 +106,11 @@ def test_a_strangers_links_lead_to_no_file_of_yours(make_run: MakeRun, tmp_path:
     assert ddptrain(tmp_path, "report sweep").code == 0
     assert mine.read_text() == "mine"
     assert (tmp_path / "sweep/plots/parallel.png").read_bytes().startswith(b"\x89PNG")
+    assert "sweep/000" in (tmp_path / "sweep/report.html").read_text()
+    (tmp_path / "sweep/000").rename(tmp_path / "private")
+    (tmp_path / "sweep/000").symlink_to(tmp_path / "private")
+    assert ddptrain(tmp_path, "report sweep").code == 0
+    assert "sweep/000" not in (tmp_path / "sweep/report.html").read_text()
     (tmp_path / "sweep/plots").rename(tmp_path / "sweep/own")
     (tmp_path / "sweep/plots").symlink_to(tmp_path / "elsewhere")
     ended = ddptrain(tmp_path, "report sweep")
@@ -203,8 +208,10 @@ def test_a_page_replaces_earlier_ones_alone(make_run: MakeRun, tmp_path: Path) -
     make_run("a")
     mine = tmp_path / "notes.html"
     mine.write_text("my notes")
-    assert "out=notes.html: exists already, and is no report" in refusal(tmp_path, "report a out=notes.html")
+    assert "notes.html: exists already, and is no report" in refusal(tmp_path, "report a out=notes.html")
     assert mine.read_text() == "my notes"
+    mine.rename(tmp_path / "a/report.html")
+    assert "a/report.html: exists already, and is no report" in refusal(tmp_path, "report a")
     for _ in range(2):
         assert ddptrain(tmp_path, "report a out=page.html").code == 0
 

@@ -33,7 +33,8 @@ def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
     embedded = Embedded()
     side = 1400 if len(runs) == 1 else 900
     for i, run in enumerate(runs):
-        paths = sorted((run.folder / "plots").glob("*"))
+        plots = run.folder / "plots"
+        paths = [] if plots.is_symlink() else sorted(plots.glob("*"))
         for path in paths:
             if path.is_symlink() or not path.is_file() or path.name == _SHOWN_AS_CURVES:
                 continue

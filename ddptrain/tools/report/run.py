@@ -61,6 +61,7 @@ def run(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
     _check(folders, settings)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
     runs, notes = read_runs(folders)
+    page = _page_for(folders, runs, settings.get("out"))
     sweeps = [folder for folder in folders if _is_sweep(folder)]
     plots: list[Path] = []
     for folder in sweeps:
@@ -71,7 +72,6 @@ def run(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
     if len(sweeps) < len(folders):
         _print(runs)
     if runs:
-        page = _page_for(folders, runs, settings.get("out"))
         try:
             page.parent.mkdir(parents=True, exist_ok=True)
             write_page(runs, title_of(folders, runs), notes, page, plots)
@@ -142,8 +142,6 @@ def _check(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
             raise UserError(f"{name}={value}: report takes folders, and out=<file.html>.{hint}")
     if not settings.get("out", ".html").endswith(".html"):
         raise UserError(f"out={settings['out']}: name a file that ends in .html.")
-    if (page := Path(settings.get("out", ""))).is_file() and not is_page(page):
-        raise UserError(f"out={page}: exists already, and is no report. Name another file.")
     if not folders:
         newest = _newest(Path("runs"))
         hint = f" For example: report {newest}" if newest else ""
@@ -186,7 +184,7 @@ def _runs_in(folder: Path) -> list[Path]:
     """The run that the folder is, or those of the sweep that it is. Raises UserError where it is neither."""
     if _is_sweep(folder):
         paths = (folder / job.folder for job in ranked(read_ledger(folder, live=False)))
-        return [path for path in paths if is_run(path)]
+        return [path for path in paths if is_run(path) and not path.is_symlink()]
     if is_run(folder):
         return [folder]
     if not folder.exists():
@@ -221,13 +219,16 @@ def title_of(folders: Sequence[Path], runs: Sequence[RunFiles]) -> str:
 
 
 def _page_for(folders: Sequence[Path], runs: Sequence[RunFiles], out: str | None) -> Path:
-    """Where the page goes: into the one folder, else into the nearest that holds all of the runs."""
-    if out is not None:
-        return Path(out)
-    if len(folders) == 1:
-        return folders[0] / "report.html"
-    common = Path(os.path.commonpath([run.folder.parent for run in runs]))
-    return (Path() if common == Path(common.anchor) else common) / "report.html"
+    """Where the page goes: into the one folder, else into the nearest that holds all of the runs. Raises
+    UserError where it would replace something else."""
+    place = folders[0]
+    if len(folders) > 1:
+        common = Path(os.path.commonpath([run.folder.parent for run in runs] or ["/"]))
+        place = Path() if common == Path(common.anchor) else common
+    page = place / "report.html" if out is None else Path(out)
+    if page.is_file() and not page.is_symlink() and not is_page(page):  # a link is replaced, not followed
+        raise UserError(f"{page}: exists already, and is no report. Name another file: out=<file.html>")
+    return page
 
 
 def _print(runs: Sequence[RunFiles]) -> None:

@@ -121,7 +121,11 @@ def _stamp(folder: Path) -> Stamp:
     going_on = (folder / LOCK).is_file() and is_locked(folder)
     if not (folder / LEDGER).is_file():
         return (*files, going_on)
-    return (*files, going_on, *(_stamp(job) for job in sorted(folder.iterdir()) if is_run(job)))
+    return (
+        *files,
+        going_on,
+        *(_stamp(job) for job in sorted(folder.iterdir()) if is_run(job) and not job.is_symlink()),
+    )
 
 
 def _row(folder: Path, path: str, version: str) -> Row:
