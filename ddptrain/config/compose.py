@@ -226,17 +226,26 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
             raise UserError(
                 f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
             )
-    typed = {word.lstrip("+").partition("=")[0] for word in words}
-    if isinstance(folder, str) and not typed & {"run", "run.dir"} and not is_below(folder):
+    if isinstance(folder, str) and not is_typed("run.dir", words) and not is_below(folder):
         raise UserError(
             f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
             f" say so on the command line: run.dir={folder}"
         )
-    if mirror and not typed & {"run", "run.mirror"}:
+    if mirror and not is_typed("run.mirror", words):
         raise UserError(
             f"run.mirror={mirror}: is for the command line alone, because the run is written there. If you"
             f" want this one, say so there: run.mirror={mirror}"
         )
+
+
+def is_typed(key: str, words: Sequence[str]) -> bool:
+    """Whether a word of the command line says what a section's key is: ``run.dir=x`` or ``run={dir:x}``."""
+    section, _, name = key.partition(".")
+    names = {word: word.lstrip("+").partition("=")[0] for word in words}
+    whole = parsed([word for word in words if names[word] == section])
+    return key in names.values() or any(
+        isinstance(value := override.value(), dict) and name in value for override in whole
+    )
 
 
 @contextmanager

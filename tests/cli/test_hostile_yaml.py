@@ -71,6 +71,15 @@ def test_a_recipe_names_no_place_to_mirror_the_run_to(place: Place, address: str
     assert "run.mirror=" in place.refused(EVIL)
 
 
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [("mirror: s3://theirs/run", "run={resume:never}"), ("dir: ../canary", "run={mirror:null}")],
+)
+def test_a_section_that_is_typed_without_the_key_allows_nothing(place: Place, key: str, word: str) -> None:
+    place.recipe(RECIPE + f"run: {{{key}}}")
+    assert f"run.{key.partition(':')[0]}=" in place.refused([*EVIL, word])
+
+
 @pytest.mark.parametrize("name", ["../../canary", "CANARY", "a/../../b", "", 5, ["x"]])
 def test_a_saved_recipe_is_a_name(place: Place, name: Any) -> None:
     assert "recipe" in place.refused(["evaluate", f"run={place.run_of({'recipe': name})}"])

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.config.arguments import GROUPS
 from ddptrain.config.augment_group import Tree
-from ddptrain.config.compose import placed
+from ddptrain.config.compose import is_typed, placed
 from ddptrain.config.explain import plain_tree
 from ddptrain.config.overrides import parsed
 from ddptrain.errors import ExitCode, RankLost, UserError
@@ -132,10 +132,9 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
 
 def _check_sweep_places(tree: Tree, words: Sequence[str]) -> None:
     """Refuse what only the command line may say of how a sweep is run."""
-    given = {word.lstrip("+").partition("=")[0] for word in words}
     for name in ("dir", "options", "address"):
         value = (tree.get("sweep") or {}).get(name)
-        if value and not given & {"sweep", f"sweep.{name}"}:
+        if value and not is_typed(f"sweep.{name}", words):
             raise UserError(
                 f"sweep.{name}={value}: is for the command line alone, because it writes files or starts"
                 f" programs elsewhere. If you want this one, say so there: sweep.{name}=..."
