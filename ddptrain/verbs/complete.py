@@ -111,7 +111,7 @@ class _Line:
         self._name = words[0] if words and words[0] in verb_names() else "train"
         self._verb = verb_named(self._name)
         self._given = dict(word.split("=", 1) for word in words if re.match(r"[^-][^=]*=", word))
-        self._folders = yaml_folders([Path(name) for name in _named_folders(words)])
+        self._folders = yaml_folders([Path(name).expanduser() for name in _named_folders(words)])
 
     def options(self) -> Iterator[str]:
         for said in OPTIONS:  # --cfg, -c job|hydra|all

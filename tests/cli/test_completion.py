@@ -65,6 +65,11 @@ def test_the_first_word(folder: Path) -> None:
     assert not [word for word in words if "_target_" in word or word.startswith("hydra")]
 
 
+def test_the_folder_of_yamls_may_be_below_the_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert offered(folder, "ddptrain --config-dir ~/mine optim=l") == ["optim=lion "]
+
+
 @pytest.mark.parametrize("group", [group for group in GROUPS if group != "controllers"])
 def test_choices_of_a_group(group: str, folder: Path) -> None:
     assert offered(folder, f"ddptrain {group}=") == [f"{group}={name} " for name in names(group)]

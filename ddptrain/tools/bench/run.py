@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.api.timing import TRAINING
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
+from ddptrain.config.strategy import uses_ddp
 from ddptrain.distributed.launcher.process import end_as_by_ctrl_c
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.text import print_tables
+from ddptrain.text import print_stderr, print_tables
 from ddptrain.tools.bench.ab_compare import Bench, BenchResult, OverrideResult, compare_candidates
 from ddptrain.tools.bench.ddp import exposed_table, of_ddp, ranks_for
 from ddptrain.tools.bench.paced_run import LapTimes, Unfit
@@ -70,7 +71,10 @@ def run(config: Config, words: Sequence[str], settings: Mapping[str, str]) -> in
     open_log(None, first=True)
     end_as_by_ctrl_c()  # its trainings end with it
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
-    bench = Bench([*words, *_OWN], ranks, own.steps, own.rounds, folder)
+    if config.thaw is not None:
+        print_stderr("note        what thaw= trains later is trained in all steps of this bench")
+    thawed = ["freeze=[]", "thaw=null"] if config.thaw is not None else []
+    bench = Bench([*words, *thawed, *_OWN], ranks, own.steps, own.rounds, folder)
 
     def candidates(setup: Mapping[str, Any]) -> Sequence[str]:
         if tries is not None:
@@ -131,7 +135,7 @@ def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
     if "workers" in config.data and not (setup["resident"] and setup["workers"] is None):
         workers = setup["workers"] or 0
         overrides += [f"data.workers={count}" for count in sorted({0, 2, 4, 2 * workers} - {workers})]
-    if setup["ranks"] > 1:
+    if setup["ranks"] > 1 and uses_ddp(config.strategy):
         overrides += ["strategy.bucket_cap_mb=5", "strategy.bucket_cap_mb=100", "strategy.compression=bf16"]
     if config.optim.get("fused") is None and config.optim.get("foreach") is None:
         overrides.append(f"+optim.fused={str(not setup['fused']).lower()}")
