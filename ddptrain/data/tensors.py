@@ -112,7 +112,8 @@ class TensorData(Data):
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Tensors]:
         valid = self._ready.valid
         for chunk in chunks:
-            yield tuple(t[chunk.start : chunk.stop] for t in valid)
+            # not a view: what a model does to its input would be done to the set
+            yield tuple(t[chunk.start : chunk.stop].clone() for t in valid)
 
     def preview(self) -> Tensor | None:
         return None

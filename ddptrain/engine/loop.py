@@ -10,9 +10,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import final
 
+from torch import Tensor
+
 from ddptrain.api.observer import End, Evaluated, Log, Result, RunInfo, Saved, Start
 from ddptrain.api.recipe import Batch, Data, Figure, Report
 from ddptrain.api.timing import Timing
+from ddptrain.data.prefetch import changed
 from ddptrain.distributed.comm import broadcast, from_all_ranks, from_first_rank, on_first_rank
 from ddptrain.distributed.snapshot import saved_buffers, unchanged
 from ddptrain.distributed.watchdog.watchdog import LONG_S
@@ -169,7 +172,7 @@ class Engine:
         progress = self._plan.progress(state.step)
         flops = warm_up(step, first, progress) / step.micro_batches[0].size
         if isinstance(self._advance, StepGraph):
-            self._advance = self._advance.checked(first, progress)
+            self._advance = self._advance.checked(changed(first, Tensor.clone), progress)
         return chain([first], batches), flops
 
     def _captured_or_eager(self) -> TrainStep | StepGraph:

@@ -1,16 +1,17 @@
 """Before the first step: check devices, count FLOPs, and run the warm-up passes."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain.api.recipe import Batch, Progress
-from ddptrain.data.prefetch import rows_of, tensors_of
+from ddptrain.data.prefetch import changed, rows_of, tensors_of
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.engine.check_model import buffer_sizes, check_buffers
 from ddptrain.engine.check_task import check_loss, looks_like_a_mean
@@ -51,18 +52,19 @@ def check_size(step: TrainStep, batch: Batch, name: str) -> None:
 
 def warm_up(step: TrainStep, batch: Batch, progress: Progress) -> int:
     """Run the passes that the strategy and the compiler need; returns the FLOPs of one, 0 if unknown.
-    Gradients, buffers, extra state and the task's state are restored afterwards."""
+    Gradients, buffers, extra state and the task's state are restored afterwards; the batch stays as it is,
+    also where a pass writes into it."""
     task, strategy, model = step.task, step.strategy, step.state.model
-    sizes = buffer_sizes(model)
+    sizes, fresh = buffer_sizes(model), partial(changed, batch, Tensor.clone)
     with unchanged(model), same_rank_state(task):
         with same_rank_state(task):
             with step.seed.watching():
-                flops = _counted(step, batch, progress)
+                flops = _counted(step, fresh(), progress)
             check_rank_state(task, step.sampler.share, step.micro_batches[0].size)
-            _note_a_mean(step, batch, progress)
+            _note_a_mean(step, fresh, progress)
         with _calls_are_checked(step):
             for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
-                step.forward_backward(batch, progress, step.micro_batches[0]._replace(ends_shard=True))
+                step.forward_backward(fresh(), progress, step.micro_batches[0]._replace(ends_shard=True))
                 step.check_gradients(progress)
                 step.discard()
         check_buffers(model, sizes)
@@ -93,16 +95,16 @@ def _calls_are_checked(step: TrainStep) -> Iterator[None]:
         )
 
 
-def _note_a_mean(step: TrainStep, batch: Batch, progress: Progress) -> None:
+def _note_a_mean(step: TrainStep, fresh: Callable[[], Batch], progress: Progress) -> None:
     """Warn of a loss that is no sum, by the first step's batch and its halves: their sums add up to its own,
     and their means to twice its mean. Only for tensors with a row for each sample, and without the layers by
     which samples depend on each other or on chance. Not where a pass is a collective: whether there is one
-    depends on this rank's batch."""
+    depends on this rank's batch. fresh: makes the batch."""
     if step.strategy.sharded:
         return
     plan, model, size = step.plan, step.state.model, step.micro_batches[0].size
     share, half = plan.batch_size // step.sampler.world_size, size // 2
-    rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
+    rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(fresh())}
     if progress.step or min(share, plan.micro_batch or share) < 4 or rows != {size} or step.task.rank_state():
         return
     mixing = [module for module in model.modules() if isinstance(module, _BatchNorm | _DropoutNd)]
@@ -110,7 +112,7 @@ def _note_a_mean(step: TrainStep, batch: Batch, progress: Progress) -> None:
     try:
         with eagerly(), torch.no_grad(), in_evaluation(*mixing):
             losses = [
-                step.forward(model, rows_of(batch, part), progress, step.micro_batches[0]) for part in parts
+                step.forward(model, rows_of(fresh(), part), progress, step.micro_batches[0]) for part in parts
             ]
     except Exception as error:  # of half a batch, which a task need not take
         log.info(
