@@ -113,6 +113,8 @@ class BatchLoss:
             return Loss(total, (kept * weights).sum())
         if self._batchmean:
             return Loss(total, size)
+        if not torch.is_grad_enabled():  # pictures may be measured whole after crops: the sums are exact
+            return Loss(total, values.numel())
         self._values = values_before, samples_before = self._values or (values.numel(), size)
         if values.numel() * samples_before != values_before * size:
             raise UserError(

@@ -57,10 +57,12 @@ def check_same_data(data: Data, saved: LoadedCheckpoint) -> None:
 def normalise_as_weights(config: Config, data: Data, saved: LoadedCheckpoint | None) -> None:
     """Before `Data.prepare`: pictures are normalised as those that a library's weights (``init.weights``)
     were trained on; in a run that goes on, as it began."""
-    normal = normalisation_of(config.init.weights or "", config.model or {})
-    if normal is not None and saved is not None:
+    if saved is not None:
         known = saved.manifest.get("recall") or {}
-        normal = (known["mean"], known["std"]) if "std" in known else None
+        if "std" in known:
+            data.normalise_as(known["mean"], known["std"])
+        return
+    normal = normalisation_of(config.init.weights or "", config.model or {})
     if normal is not None and not data.normalise_as(*normal):
         mean, std = (", ".join(f"{value:.4g}" for value in of) for of in normal)
         log.info(

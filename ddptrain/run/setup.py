@@ -2,9 +2,10 @@
 
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import CAPTURED, COMPILED, Config
 from ddptrain.config.strategy import is_ddp, is_fsdp, is_strict
+from ddptrain.data.disk import exclusive_lock
 from ddptrain.data.generators import restored
 from ddptrain.distributed.comm import (
     abandon_group,
@@ -169,10 +171,23 @@ def make_task(config: Config) -> tuple[Task, Data]:
     problems += check_node(config.data, "data")
     problems += check_node(arguments_of(config.optim), "optim", offered=("params",))
     _refuse([*problems, *check_node(config.sched, "sched", offered=("optimizer", "steps"))])
-    data = _built(Data, config.data, "data")  # type: ignore[type-abstract]
+    with _one_download_at_a_time() if _downloads(config.data) else nullcontext():
+        data = _built(Data, config.data, "data")  # type: ignore[type-abstract]
     model = {} if config.model is None else {"model": partial(build, config.model, "model")}
     task = _built(Task, config.task, "task", **model, data=data)  # type: ignore[type-abstract]
     return task, data
+
+
+def _downloads(node: Any) -> bool:
+    """Whether something that it builds fetches itself, as torchvision's data sets do with download=true."""
+    if isinstance(node, Mapping):
+        return node.get("download") is True or any(map(_downloads, node.values()))
+    return isinstance(node, list) and any(map(_downloads, node))
+
+
+def _one_download_at_a_time() -> AbstractContextManager[None]:
+    """Among a node's processes: torchvision locks nothing, and ranks build their data before they meet."""
+    return exclusive_lock(Path(tempfile.gettempdir(), f"ddptrain-{os.getuid()}-downloads.lock"))
 
 
 def check_doors(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from shell import ddptrain, refusal
+from shell import ddptrain, refusal, under_torchrun
 from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.transforms import v2
@@ -27,6 +28,7 @@ from ddptrain.data.images.mixing import Mix
 from ddptrain.data.images.source import ImageSource
 from ddptrain.data.images.transforms import RandomResizedCrop, Transforms
 from ddptrain.data.left_out import opened_set
+from ddptrain.data.stream.images import StreamImages
 from ddptrain.errors import UserError
 
 KINDS: dict[str, Callable[[Image.Image, int], Any]] = {
@@ -53,6 +55,32 @@ class Pictures:
     def __getitem__(self, index: int) -> Any:
         file = self.files[index]
         return KINDS[self.make](Image.open(file), int(file.parent.name == "dog"))
+
+
+class OneFile:
+    """Of pictures in one open file: two threads would read each other's."""
+
+    targets = tuple(range(40))
+
+    def __init__(self) -> None:
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        self._at = index
+        time.sleep(0.002)
+        return Image.new("RGB", (8, 8), (self._at, 0, 0)), index
+
+
+def test_blocks_of_a_dataset_with_one_open_file_hold_its_pictures(tmp_path: Path) -> None:
+    data = ImageData(DatasetImages(OneFile(), size=8), Transforms(), str(tmp_path))
+    list(data.write(tmp_path / "set", "stream", 0.0005))
+    streamed = ImageData(StreamImages(str(tmp_path / "set"), cache=str(tmp_path / "cache")), Transforms())
+    streamed.prepare(World(), 0)
+    for batch, labels in streamed.train_batches(Sampler(36, 36, seed=5), range(1)):
+        assert (batch[:, 0].amax(dim=(1, 2)) * 58.4 + 123.7).round().tolist() == labels.tolist()
 
 
 class Turned(Pictures):
@@ -309,6 +337,39 @@ def test_a_dataset_of_no_use_is_told_by_its_key(
 )
 def test_a_dataset_that_is_named_wrongly_is_told_by_its_key(tmp_path: Path, words: str, said: str) -> None:
     assert refusal(tmp_path, f"recipe=cnn_digits {words}").startswith(said)
+
+
+@pytest.mark.long
+def test_one_rank_at_a_time_makes_a_dataset_that_downloads(tmp_path: Path) -> None:
+    """As torchvision's do in their constructors, without a lock."""
+    (tmp_path / "fetching.py").write_text("""
+import time
+from pathlib import Path
+
+from PIL import Image
+
+
+class Fetched:
+    targets = tuple(i % 2 for i in range(20))
+
+    def __init__(self, download: bool = False) -> None:
+        Path("unpacking").touch(exist_ok=False)
+        time.sleep(0.5)
+        Path("unpacking").unlink()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index):
+        return Image.new("RGB", (32, 32), (9 * index, 0, 0)), self.targets[index]
+""")
+    words = (
+        "recipe=cnn_cifar10 data=image_dataset data.source.dataset._target_=fetching.Fetched"
+        " +data.source.dataset.download=true data.source.size=32 data.workers=0 train.batch_size=4"
+        " train.steps=1 device=cpu observers=[] run.dir=run"
+    )
+    ended = under_torchrun(tmp_path, 3, f"-m ddptrain {words}")
+    assert ended.code == 0, ended.err[-3000:]
 
 
 @pytest.mark.long

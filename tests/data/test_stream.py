@@ -1,6 +1,7 @@
 """Streamed pictures: the same pixels as files, in an order that nothing but the seed decides."""
 
 import io
+import shutil
 import struct
 import tarfile
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import torch
 from bucket import Door, bucket, upload
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked import mask_set
+from PIL import Image
 from streamed_sets import SIDE, assert_same, blocks, pictures, streamed, trained
 
 from ddptrain.api.blocks import Blocks
@@ -19,6 +22,7 @@ from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.shards import packed, read_samples
 from ddptrain.errors import UserError
@@ -172,6 +176,28 @@ def test_writing_goes_on_where_it_was_killed(pictures: Path, blocks: Path, tmp_p
     files = sorted(file.relative_to(blocks) for file in blocks.rglob("*") if file.is_file())
     assert files == sorted(file.relative_to(out) for file in out.rglob("*") if file.is_file())
     assert all((out / file).read_bytes() == (blocks / file).read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("kind", ["pictures", "masks"])
+def test_writing_does_not_go_on_with_files_that_were_changed_meanwhile(
+    kind: str, pictures: Path, tmp_path: Path
+) -> None:
+    """Its first blocks would hold the old ones."""
+    out, root = tmp_path / "set", tmp_path / "files"
+    data: ImageData | MaskData
+    if kind == "pictures":
+        shutil.copytree(pictures, root)
+        data = ImageData(ImageFolder(SIDE), Augment(), str(root))
+    else:
+        data = MaskData(str(mask_set(root)))
+    lines = data.write(out, "stream", 0.006)
+    next(lines)
+    lines.close()
+    changed = sorted(file for file in root.rglob("*.*") if file.suffix != ".txt")[0]
+    with Image.open(changed) as picture:
+        picture.copy().transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(changed)
+    with pytest.raises(UserError, match="holds a part of another set"):
+        list(data.write(out, "stream", 0.006))
 
 
 def test_it_says_what_can_t_be(blocks: Path, tmp_path: Path) -> None:

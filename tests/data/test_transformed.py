@@ -218,6 +218,23 @@ def test_ones_own_draws_follow_from_the_sample_and_leave_the_generators_alone() 
     assert not torch.equal(seen[0], seen[2])
 
 
+class Erases(nn.Module):
+    def forward(self, picture: Tensor) -> Tensor:
+        picture[:, 2:4] = 0
+        return picture
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_ones_own_may_write_into_the_picture(channels: int) -> None:
+    """It is not the set's."""
+    images = torch.randint(1, 255, (3, 8, 8, channels), dtype=torch.uint8)
+    before = images.clone()
+    out = ImageTransform(Transforms({"own": Erases()}))(ArraySplit(images, torch.arange(3)), Key(0, 1)).image
+    assert torch.equal(images, before)
+    assert not out[2:4].any()
+    assert torch.equal(out[4:], before[1, 4:])
+
+
 class Halved(nn.Module):
     def forward(self, picture: Tensor) -> Tensor:
         return picture[:, ::2]

@@ -205,6 +205,18 @@ def test_batches_that_are_padded_to_a_length_of_their_own_need_a_step() -> None:
         loss(3, 6)
 
 
+def test_whole_pictures_are_measured_after_crops_of_them() -> None:
+    """Their values are counted one by one, so the mean is that of all."""
+    task, sums = Supervised(nn.Identity(), TensorData((X, NUMBERS)), nn.MSELoss()), [0.0, 0.0]
+    crops, wholes = (torch.zeros(3, 4), torch.ones(3, 4)), [torch.ones(1, 9), torch.full((2, 16), 2.0)]
+    task.loss(nn.Identity(), crops, Progress(0, 0, 0.0))
+    with torch.no_grad():
+        for whole in wholes:
+            measured = task.evaluate(nn.Identity(), (torch.zeros_like(whole), whole))
+            sums = [sums[0] + float(measured["/loss/sum"]), sums[1] + int(measured["/loss/count"])]
+    assert sums == [9 * 1 + 32 * 4, 9 + 32]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

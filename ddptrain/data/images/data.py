@@ -405,4 +405,5 @@ def _to_write(name: str, split: Split) -> PartToWrite:
     def sample(i: int) -> list[bytes]:
         return [split.encoded(i), split.labels[i].numpy().tobytes()]
 
-    return PartToWrite(name, len(split), sample, lambda order: {"labels": split.labels[order]})
+    fingerprints = split.fingerprints(range(len(split)))
+    return PartToWrite(name, len(split), sample, lambda order: {"labels": split.labels[order]}, fingerprints)

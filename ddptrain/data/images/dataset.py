@@ -1,6 +1,7 @@
 """Labelled images out of any map-style dataset, to be cut, augmented and scaled by ddptrain."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ddptrain")
 _LABELS = ("targets", "labels", "_labels")
 """Attributes by which torchvision's datasets tell all labels."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Blocks are written by threads; a dataset may have one open file."""
 
 
 @final
@@ -57,7 +60,9 @@ class DatasetSplit(Split):
         return cut(whole, box_of(whole.height, whole.width), self.shape[:2])
 
     def encoded(self, i: int) -> bytes:
-        return png_of(self._picture(i))
+        with _ONE_AT_A_TIME:
+            picture = self._picture(i)
+        return png_of(picture)
 
     def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         return of_samples(self._dataset, [int(self._ids[i]) for i in ids])

@@ -75,7 +75,8 @@ class ImageTransform:
     def __call__(self, split: Split, key: Key) -> LabelledImage:
         if self._crop is None:
             image, label = split[key.sample]
-            image = image.permute(2, 0, 1).contiguous()
+            # a copy, also of one channel: a module may write into it
+            image = image.permute(2, 0, 1).clone(memory_format=torch.contiguous_format)
         else:
             image, label = split.cropped(key.sample, self._crop.box), split.labels[key.sample]
         for name, module in self._transforms:

@@ -101,7 +101,10 @@ def write_boxes(opened: DetectionSet, folder: Path, block_mb: float) -> Iterator
     writer = Writer(folder, "boxes", {"image": "bytes"}, {"classes": list(opened.classes)}, block_mb)
     parts = [("train", opened.train), ("valid", opened.valid)]
     yield from writer.write([
-        PartToWrite(name, len(scenes), partial(_sample, scenes), partial(_columns, scenes))
+        PartToWrite(
+            name, len(scenes), partial(_sample, scenes), partial(_columns, scenes),
+            map(scenes.fingerprint, range(len(scenes))),
+        )
         for name, scenes in parts
     ])  # fmt: skip
 

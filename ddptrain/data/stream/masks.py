@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from torch import Tensor
 
 from ddptrain.data.agreement import check_alike
+from ddptrain.data.identity import of_file
 from ddptrain.data.masks.files import Pair, read_pair
 from ddptrain.data.pictures import Encoded, content_of
 from ddptrain.data.stream.opened import Streamed
@@ -87,7 +88,10 @@ def write_masks(
     """Pictures and masks as blocks, their files as they are."""
 
     def part(name: str, pairs: Sequence[Pair]) -> PartToWrite:
-        return PartToWrite(name, len(pairs), lambda i: [content_of(file) for file in pairs[i]], _no_columns)
+        return PartToWrite(
+            name, len(pairs), lambda i: [content_of(file) for file in pairs[i]], _no_columns,
+            (_fingerprint(file, len(pairs)) for pair in pairs for file in pair),
+        )  # fmt: skip
 
     writer = Writer(folder, "masks", dict.fromkeys(_FIELDS, "bytes"), {"classes": list(classes)}, block_mb)
     yield from writer.write(
@@ -97,6 +101,10 @@ def write_masks(
 
 def _read_pair(picture: Encoded, mask: Encoded, classes: int) -> "tuple[Image.Image, Image.Image]":
     return read_pair(Pair(picture, mask), classes)
+
+
+def _fingerprint(file: Path | Encoded, among: int) -> bytes:
+    return file.getvalue() if isinstance(file, Encoded) else of_file(str(file), str(file), among)
 
 
 def _no_columns(order: Tensor) -> dict[str, Tensor]:

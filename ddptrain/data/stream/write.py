@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.rng import derive_seed
+from ddptrain.data.identity import digest, of_tensor
 from ddptrain.data.pictures import claim
 from ddptrain.data.stream.block_table import Block
 from ddptrain.data.stream.manifest import FORMAT, LITDATA, NAME
@@ -33,12 +34,13 @@ _LOOKED_AT = 64
 @dataclass(frozen=True, slots=True)
 class PartToWrite:
     """count: samples. sample: the i-th, its fields as bytes. columns: small facts of all samples, by name, in
-    an order, int64 (count,)."""
+    an order, int64 (count,). fingerprints: what tells each sample from others, without decoding it."""
 
     name: str
     count: int
     sample: Callable[[int], Sample]
     columns: Callable[[Tensor], Mapping[str, Tensor]]
+    fingerprints: Iterable[bytes]
 
 
 def is_begun(folder: Path) -> bool:
@@ -138,7 +140,11 @@ class Writer:
         facts = {"kind": self._kind, "about": self._about, "fields": list(self._fields)}
         facts_of = {part.name: part.columns(plan[part.name][0]) for part in parts}
         cuts = {
-            part.name: [part.count, plan[part.name][1], _digest_of(facts_of[part.name])] for part in parts
+            part.name: [
+                *(part.count, plan[part.name][1], digest(part.fingerprints)),
+                digest(map(of_tensor, facts_of[part.name].values())),
+            ]
+            for part in parts
         }
         folder = SetFolder(self._out, [facts, cuts])
         listed: dict[str, Any] = {}
@@ -179,13 +185,6 @@ def bytes_of_block(block_mb: float) -> int:
 def _content(part: PartToWrite, order: Sequence[Tensor], i: int) -> tuple[bytes, int]:
     """The i-th block, and how many samples it has."""
     return packed([part.sample(sample) for sample in order[i].tolist()]), len(order[i])
-
-
-def _digest_of(columns: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for values in columns.values():
-        digest.update(values.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _size(path: Path) -> int:
