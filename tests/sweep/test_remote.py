@@ -1,5 +1,8 @@
 """Attempts on other nodes, as their sweep sees them."""
 
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +11,7 @@ import pytest
 
 from ddptrain.tools.sweep.attempt_file import AttemptFile
 from ddptrain.tools.sweep.ledger import Job
+from ddptrain.tools.sweep.machines import OUTPUT
 from ddptrain.tools.sweep.remote import RemoteAttempt, Scheduler
 
 
@@ -37,3 +41,16 @@ def test_seconds_are_of_one_clock(ahead: float, tmp_path: Path) -> None:
     file.rewrite({"began": began, "node": "node-a", "ended": began + 90.0, "code": 0})
     attempt.look()
     assert attempt.seconds == pytest.approx(90.0)
+
+
+def test_a_job_that_a_scheduler_stops_before_it_has_begun_is_stopped(tmp_path: Path) -> None:
+    """Not failed: it dies of the signal until it listens to it."""
+    words = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    line = [sys.executable, "-m", "ddptrain.tools.sweep.node_job", str(tmp_path), "1", *words]
+    process = subprocess.Popen(line)
+    output = tmp_path / OUTPUT
+    while not output.exists() or not output.read_bytes():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    assert AttemptFile(tmp_path, 1).read()["code"] == 75

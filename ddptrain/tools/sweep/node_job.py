@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ddptrain.distributed.launcher.process import AGENT, end_with_agent
+from ddptrain.errors import ExitCode
 from ddptrain.tools.sweep.attempt_file import AttemptFile
 from ddptrain.tools.sweep.machines import OUTPUT
 
@@ -59,6 +60,8 @@ def main(folder: Path, number: int, words: list[str]) -> int:
                 _kill(process)
         time.sleep(_TICK_S)
     _kill(process)  # what it may have left in its group
+    if stopping.is_set() and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        code = ExitCode.STOPPED  # it was asked before it had begun, and had nothing to save
     file.rewrite({**facts, "ended": time.time(), "code": code})
     return 128 - code if code < 0 else code
 

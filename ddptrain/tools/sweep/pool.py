@@ -177,7 +177,9 @@ class Pool:
         self._answer(attempt)  # its last request may have come after the look at them
         pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
         status, why, figures = attempt.outcome(code, pruned)
-        again = status == "stopped" and bool(why)
+        # asked to by an earlier process of this sweep, which has not seen its end
+        adopted = attempt.stopped_for == "stopped" and self._stop is None
+        again = status == "stopped" and (bool(why) or adopted)
         if again:
             self._stalls[number] = 0 if attempt.got_further else self._stalls[number] + 1
             if self._stalls[number] == _MOST_STALLS:
