@@ -18,7 +18,7 @@ from ddptrain.distributed.comm import on_all_ranks, once_a_node
 from ddptrain.errors import UserError, reason
 from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.observe.mirror.restore import local_copy
-from ddptrain.run.weights_file import StoredWeights, tensors_of, weights_at
+from ddptrain.run.weights_file import StoredWeights, manifest_at, tensors_of, weights_at
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
@@ -173,10 +173,13 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> StoredW
 
 
 def normalisation_of(source: str, model: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
-    """Mean and deviation of the channels, in 0..255, that a library's weights were trained with. None where
-    they are not known: of files, runs and the hub."""
+    """Mean and deviation of the channels, in 0..255, that the weights of a library or of a run's folder were
+    trained with. None where they are not known: of files, mirrors and the hub."""
     library, name = _library_of(model), str(model.get("name"))
     kind, _, tag = source.partition(":")
+    if source and Path(source).is_dir():
+        recall = manifest_at(Path(source)).get("recall") or {}
+        return (recall["mean"], recall["std"]) if "std" in recall else None
     if source != "default" and kind != library:
         return None
     try:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.engine.saved_checkpoint import MANIFEST, newest_in, read, unpack
+from ddptrain.engine.saved_checkpoint import MANIFEST, newest_in, read, steps_in, unpack
 from ddptrain.errors import UserError, reason
-from ddptrain.text import first_few
+from ddptrain.text import first_few, json_object
 
 _INSIDE = ("state_dict", "model_state_dict", "model_ema", "model", "weights", "params")
 """Where other programs' checkpoints keep the weights."""
@@ -46,6 +46,13 @@ def weights_at(path: Path, key: str) -> StoredWeights:
         return StoredWeights(_of_file(path, key))
     except OSError as error:
         raise UserError(f"{key}: can't be read ({reason(error)}).") from error
+
+
+def manifest_at(path: Path) -> Mapping[str, Any]:
+    """Of the checkpoint that `weights_at` reads there; empty of another program's file."""
+    checkpoints = path / "checkpoints"
+    places = [checkpoints / "best", *reversed(steps_in(checkpoints)), path]
+    return next(filter(None, (json_object(place / MANIFEST) for place in places)), {})
 
 
 def _of_folder(path: Path, key: str) -> StoredWeights:

@@ -100,5 +100,8 @@ def test_a_run_keeps_it(name: str, tmp_path: Path) -> None:
     half = [127.5] * 3
     wanted = (half, half) if name == "googlenet" else (list(IMAGENET_MEAN), list(IMAGENET_STD))
     assert (recall["mean"], recall["std"]) == wanted
+    assert known("run", name=name) is None, "there is no such folder here"
+    assert known(str(tmp_path / "run"), name="another") == wanted
+    assert known(str(tmp_path / "run/checkpoints/step-3"), name="another") == wanted
     evaluated = ddptrain(tmp_path, "evaluate run=run", **environment)
     assert json.loads(evaluated.out)["step"] in (1, 2, 3), evaluated.err
