@@ -177,7 +177,7 @@ def normalisation_of(source: str, model: Mapping[str, Any]) -> tuple[list[float]
     trained with. None where they are not known: of files, mirrors and the hub."""
     library, name = _library_of(model), str(model.get("name"))
     kind, _, tag = source.partition(":")
-    if source and Path(source).is_dir():
+    if source not in ("", "default") and Path(source).is_dir():
         recall = manifest_at(Path(source)).get("recall") or {}
         return (recall["mean"], recall["std"]) if "std" in recall else None
     if source != "default" and kind != library:
