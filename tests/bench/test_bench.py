@@ -40,6 +40,17 @@ def test_an_override_that_helps_is_found_and_its_line_can_be_copied(tmp_path: Pa
 
 
 @pytest.mark.long
+def test_what_thaws_later_is_trained_in_all_steps(tmp_path: Path) -> None:
+    """Of a run that is frozen for a fifth: the other steps are most of it."""
+    done = bench(tmp_path, *FAST, "freeze=[0.*,4.*]", "thaw=0.2", "try=freeze=[]")
+    assert done.returncode == 0, done.stderr
+    assert "what thaw= trains later is trained in all steps of this bench" in done.stderr
+    assert "freeze=[]  x" in done.stderr
+    [last] = [line for line in done.stdout.splitlines() if ": python -m ddptrain" in line]
+    assert "thaw=0.2" in last
+
+
+@pytest.mark.long
 def test_two_ranks_and_nothing_to_gain(tmp_path: Path) -> None:
     done = bench(tmp_path, *FAST, "ranks=2", "data.pace=0.03", "try=data.pace=0.06")
     assert done.returncode == 0, done.stderr

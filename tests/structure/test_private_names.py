@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.structure.import_graph import FILES, ROOT
 
 ONE_FILE = "ddptrain/torch_private.py"
-PUBLIC = ("_asdict", "_foreach_")
+PUBLIC = ("_asdict", "_make", "_foreach_")
 """Of named tuples; torch lists its foreach operators in its documentation."""
 BY_TEXT = ("getattr", "hasattr", "setattr", "import_module")
 ELSEWHERE = {
@@ -22,7 +22,6 @@ ELSEWHERE = {
     "ddptrain/distributed/comm.py": {
         "_C",
         "_distributed_c10d",  # the type of a store
-        "_buffers",  # those that are None, too
         "_non_persistent_buffers_set",
     },
     "ddptrain/distributed/launcher/agent.py": {

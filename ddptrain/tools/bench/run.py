@@ -15,8 +15,14 @@ from ddptrain.config.strategy import uses_ddp
 from ddptrain.distributed.launcher.process import end_as_by_ctrl_c
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.text import print_stderr, print_tables
-from ddptrain.tools.bench.ab_compare import Bench, BenchResult, OverrideResult, compare_candidates
+from ddptrain.text import print_tables
+from ddptrain.tools.bench.ab_compare import (
+    Bench,
+    BenchResult,
+    OverrideResult,
+    compare_candidates,
+    print_stderr,
+)
 from ddptrain.tools.bench.ddp import exposed_table, of_ddp, ranks_for
 from ddptrain.tools.bench.paced_run import LapTimes, Unfit
 

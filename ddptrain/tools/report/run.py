@@ -223,7 +223,7 @@ def _page_for(folders: Sequence[Path], runs: Sequence[RunFiles], out: str | None
     UserError where it would replace something else."""
     place = folders[0]
     if len(folders) > 1:
-        common = Path(os.path.commonpath([run.folder.parent for run in runs] or ["/"]))
+        common = Path(os.path.commonpath([run.folder.parent for run in runs] or [Path("/")]))
         place = Path() if common == Path(common.anchor) else common
     page = place / "report.html" if out is None else Path(out)
     if page.is_file() and not page.is_symlink() and not is_page(page):  # a link is replaced, not followed
