@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import Job, faulty_words
+from running import FAULTY, Job, faulty_words
 
 TIMEOUT_S = 4
 HANGS = {
@@ -80,25 +80,14 @@ def test_slow_work_on_one_rank_is_no_hang(tmp_path: Path) -> None:
     assert time.monotonic() - began > 15
 
 
-SLOW_DISK = """
-import os, time
-from ddptrain.api.observer import Observer, Start
-
-class SlowDisk(Observer):
-    def start(self, event: Start) -> None:
-        flush = os.fsync
-        os.fsync = lambda file: (time.sleep(2), flush(file))[1]
-"""
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("ends_by", ["", "train.time_limit=1"])
 def test_a_slow_disk_at_the_end_is_no_hang(tmp_path: Path, ends_by: str) -> None:
     """The last checkpoint is written in the background, and waited for."""
-    (tmp_path / "slow.py").write_text(SLOW_DISK)
     words = (
         "recipe=cnn_digits device=cpu train.steps=4 checkpoint.every=4 hang_timeout=1 run.dir=run"
-        " observers=[console] +observers.slow._target_=slow.SlowDisk"
+        f" observers=[console] --config-dir={FAULTY} +observers.slow._target_=faulty.SlowDisk"
+        " +observers.slow.seconds=2"
     )
     longer = f"{ends_by} train.steps=100000 checkpoint.every=20" if ends_by else ""
     line = [sys.executable, "-m", "ddptrain", *words.split(), *longer.split()]

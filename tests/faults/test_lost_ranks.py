@@ -28,22 +28,10 @@ def test_the_others_leave_though_no_collective_tells_them(tmp_path: Path, launch
     assert code == (137 if launcher == "launch" else 1)
 
 
-SLOW_DISK = """
-import os, time
-from ddptrain.api.observer import Observer, Start
-
-class SlowDisk(Observer):
-    def start(self, event: Start) -> None:
-        flush = os.fsync
-        os.fsync = lambda file: (time.sleep(4), flush(file))[1]
-"""
-
-
 @pytest.mark.faults
 def test_what_is_being_written_meanwhile_is_finished_first(tmp_path: Path) -> None:
     """In the background: the next attempt goes on from it."""
-    (tmp_path / "slow.py").write_text(SLOW_DISK)
-    slow = ["observers=[console]", "+observers.slow._target_=slow.SlowDisk"]
+    slow = ["observers=[console]", "+observers.slow._target_=faulty.SlowDisk", "+observers.slow.seconds=4"]
     fault = ["task.fault=sleep", "task.rank=0", "task.step=12"]
     job = Job(faulty_words(*fault, *slow, "checkpoint.every=12", "checkpoint.grace=100"), tmp_path, 2)
     while not (tmp_path / "happened.txt").exists() and job.process.poll() is None:

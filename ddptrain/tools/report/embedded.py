@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from ddptrain.observe.own_files import own_files
 from ddptrain.text import plain
 from ddptrain.tools.report.run_files import RunFiles
 
@@ -28,15 +29,12 @@ class Embedded:
 
 
 def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
-    """budget: bytes of pictures; what comes after that is named in ``skipped``. Links are not followed: the
-    page is for others, and a link may lead to what is not."""
+    """budget: bytes of pictures; what comes after that is named in ``skipped``. Links are not followed."""
     embedded = Embedded()
     side = 1400 if len(runs) == 1 else 900
     for i, run in enumerate(runs):
-        plots = run.folder / "plots"
-        paths = [] if plots.is_symlink() else sorted(plots.glob("*"))
-        for path in paths:
-            if path.is_symlink() or not path.is_file() or path.name == _SHOWN_AS_CURVES:
+        for path in own_files(run.folder / "plots", "*"):
+            if path.name == _SHOWN_AS_CURVES:
                 continue
             if path.suffix == ".txt":
                 embedded.texts.setdefault(plain(path.stem), {})[i] = _text(path)

@@ -14,6 +14,7 @@ from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean, nearest
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import is_locked
+from ddptrain.observe.own_files import is_own
 from ddptrain.text import plain, print_tables
 from ddptrain.tools.report.comparison import (
     NOTHING,
@@ -177,7 +178,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_sweep(folder: Path) -> bool:
-    return (folder / LEDGER).is_file() and not (folder / LEDGER).is_symlink()
+    return is_own(folder / LEDGER)
 
 
 def _runs_in(folder: Path) -> list[Path]:

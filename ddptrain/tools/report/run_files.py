@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ddptrain.observe.changes import CHANGES
 from ddptrain.observe.lock import LOCK, is_locked
+from ddptrain.observe.own_files import is_own
 from ddptrain.observe.summary_file import current_summary
 from ddptrain.text import parse_json, parse_yaml, plain
 
@@ -150,11 +151,10 @@ def _text(run: RunFiles, name: str) -> str:
 
 
 def _content(run: RunFiles, name: str) -> bytes | None:
-    """None where there is no such file, or a link, which may lead anywhere; b"" with a note where it can't be
-    read."""
+    """None where there is no such file, or a link; b"" with a note where it can't be read."""
     path = run.folder / name
     try:
-        return path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        return path.read_bytes() if is_own(path) else None
     except OSError as error:
         run.notes.append(f"{name} can't be read ({error.strerror})")
         return b""

@@ -87,8 +87,7 @@ class SweepRunner:
             _print_search(search, [str(each) for each in ranges], make, folder, machines)
             return
         self._ledger = ledger = Ledger(folder)
-        before = _asked_before(search, ledger.jobs, make)
-        changed = {job.number for job, _ in search.points(ledger.jobs)} - before.keys()
+        before, changed = _asked_before(search, ledger.jobs, make)
         self._numbers, left = set(before), dict[int, Config]()
         for job, made in before.values():
             if made is not None and job.status != "done":
@@ -201,12 +200,13 @@ def _print_commands(plan: Sequence[tuple[Job, Config]], folder: Path, machines: 
 
 def _asked_before(
     search: Search, jobs: Sequence[Job], make: Callable[[Point], SweepPoint]
-) -> dict[int, tuple[Job, SweepPoint | None]]:
-    """The jobs that are points of a search, by number, each with what its point makes now; None where that is
-    refused, as it was. Without those of which it makes another config than it did, or another program: 10 ms
-    a job."""
+) -> tuple[dict[int, tuple[Job, SweepPoint | None]], set[int]]:
+    """The jobs that are points of a search, by number, each with what its point makes now (None where that is
+    refused, as it was); and the numbers of those of which it makes another config than it did, or another
+    program. 10 ms a job."""
     before: dict[int, tuple[Job, SweepPoint | None]] = {}
-    for job, point in search.points(jobs):
+    points = search.points(jobs)
+    for job, point in points:
         try:
             made = make(point)
             key = job_key(made.config, made.program)
@@ -214,7 +214,7 @@ def _asked_before(
             made, key = None, _refused_key(search.words(point))
         if key == job.key:
             before[job.number] = job, made
-    return before
+    return before, {job.number for job, _ in points} - before.keys()
 
 
 def _refused_key(words: Sequence[str]) -> str:
@@ -231,8 +231,7 @@ def _print_search(
 ) -> None:
     """The ranges, and the points that would be started at once."""
     known = read_ledger(folder, is_locked(folder))
-    before = _asked_before(search, known, make)
-    changed = {job.number for job, _ in search.points(known)} - before.keys()
+    before, changed = _asked_before(search, known, make)
     jobs = [job for job in known if job.number not in changed]
     print(
         f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before; {machines.describe()}"
@@ -240,8 +239,7 @@ def _print_search(
     print(*ranges, sep="\n")
     plan = [(job, made.config) for job, made in before.values() if made is not None and job.status != "done"]
     while len(plan) < min(machines.parallel, _FIRST_POINTS) and (point := search.next_point(jobs)):
-        jobs.append(Job(len(known), "", search.words(point)))
-        known.append(jobs[-1])
+        jobs.append(Job(len(jobs) + len(changed), "", search.words(point)))
         try:
             plan.append((jobs[-1], make(point).config))
         except UserError as error:

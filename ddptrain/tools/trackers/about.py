@@ -10,6 +10,7 @@ from typing import Any
 
 from ddptrain.keys import flat_values
 from ddptrain.observe.lock import lock_file
+from ddptrain.observe.own_files import is_own, own_files
 from ddptrain.observe.summary_file import current_summary
 from ddptrain.text import json_object, parse_yaml, replace_file
 
@@ -35,12 +36,12 @@ class About:
     def config(self) -> dict[str, Any]:
         """By dotted key."""
         path = self.folder / "config.yaml"
-        return flat_values(parse_yaml(path.read_text())) if _is_own(path) else {}
+        return flat_values(parse_yaml(path.read_text())) if is_own(path) else {}
 
     @property
     def command(self) -> str:
         path = self.folder / "command.txt"
-        return path.read_text("utf-8").strip() if _is_own(path) else ""
+        return path.read_text("utf-8").strip() if is_own(path) else ""
 
     @property
     def outcome(self) -> str:
@@ -53,15 +54,12 @@ class About:
         return self.folder / _HOME
 
     def documents(self) -> list[Path]:
-        """The files that describe the run, as far as they are there. Links are not followed: a stranger's may
-        lead to what is not for others."""
-        return [path for name in _DOCUMENTS if _is_own(path := self.folder / name)]
+        """The files that describe the run, as far as they are there. Links are not followed."""
+        return [path for name in _DOCUMENTS if is_own(path := self.folder / name)]
 
     def plots(self) -> list[Path]:
         """The newest pictures and texts, but for links."""
-        plots = self.folder / "plots"
-        paths = [] if plots.is_symlink() else sorted(plots.glob("*.*"))
-        return [path for path in paths if path.suffix in (".png", ".txt") and _is_own(path)]
+        return [path for path in own_files(self.folder / "plots", "*.*") if path.suffix in (".png", ".txt")]
 
     def checkpoint(self) -> Path | None:
         """The one that is to be sent."""
@@ -70,10 +68,6 @@ class About:
             return saved / "best"
         steps = sorted(saved.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
         return steps[-1] if self.checkpoints == "last" and steps else None
-
-
-def _is_own(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def about(folder: Path, to: str, project: str | None = None) -> About:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddptrain.api.observer import Observer, Start
 from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -168,6 +169,22 @@ def happen(fault: str, seconds: float, once: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "extra":
         dist.barrier()
+
+
+class SlowDisk(Observer):
+    """Each flush takes so many seconds, from the start of the run on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def start(self, event: Start) -> None:
+        flush = os.fsync
+
+        def slow(file: int) -> None:
+            time.sleep(self._seconds)
+            flush(file)
+
+        os.fsync = slow
 
 
 def _first_time(once: bool) -> bool:
