@@ -46,7 +46,7 @@ fi
 
 case $WHAT in
 setup)
-    echo "Ready. Next: . $VENV/bin/activate && torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=cnn_cifar10 data=shapes"
+    echo "Ready. Next: . $VENV/bin/activate && torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=cnn_cifar10 data=shapes train.epochs=6"
     ;;
 demo)
     exec "$VENV/bin/torchrun" --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes train.epochs=3 log.every=25

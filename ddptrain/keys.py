@@ -14,6 +14,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     their last parts: the section that they share says nothing. So ``lr`` finds ``optim.lr``, too.
     """
     keys = sorted(set(known))
+    if other_case := [key for key in keys if key.lower() == name.lower()]:
+        return other_case[0]
     near = sorted((key for key in keys if len(name) > 2 and key.startswith(name)), key=len)
     section, _, last = name.rpartition(".")
     in_section = {

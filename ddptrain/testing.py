@@ -28,6 +28,12 @@ from ddptrain.api.world import World
 
 Result = TypeVar("Result")
 
+if not torch.cuda.is_available():
+    # Autograd counts devices at a process' first backward pass. After torch.export or torch.compile, whose
+    # fake tensors let a GPU appear, that pass would start threads, and no process forked afterwards
+    # could run one.
+    torch.ones(1, requires_grad=True).backward()
+
 
 class RankFailed(AssertionError):
     """A rank raised, died or did not end in time; the message includes its traceback."""

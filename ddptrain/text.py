@@ -171,9 +171,9 @@ def _fonts_for(text: str) -> tuple[list[Font], set[int]]:
     # Last Resort has a frame for every letter, and the letter for none
     known = [font for font in font_manager.fontManager.ttflist if not font.name.startswith("Last Resort")]
     for font in sorted(known, key=lambda font: font.fname) if missing else ():
-        if (font.style, font.weight) == ("normal", 400) and (found := missing & _letters_of(font.fname)):
+        if (font.style, font.weight) == ("normal", 400) and (covered := missing & _letters_of(font.fname)):
             chosen.append(Font(font.name, font.fname))
-            missing -= found
+            missing -= covered
     return chosen, missing
 
 

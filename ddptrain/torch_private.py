@@ -66,7 +66,7 @@ _METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 def spare_dynamo() -> None:
     """Keep torch's optimizers from importing torch._dynamo unless it is used."""
     for name in _METHODS:
-        leave_eager(getattr(Optimizer, name))
+        spare_dynamo_in(getattr(Optimizer, name))
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, Optimizer):
             step = vars(kind).get("step")
@@ -74,8 +74,9 @@ def spare_dynamo() -> None:
                 kind.step = _unbroken(step)  # type: ignore[method-assign]
 
 
-def leave_eager(wrapper: Callable[..., Any] | None) -> None:
-    """The same for a function that torch has wrapped to exclude it from compilation."""
+def spare_dynamo_in(wrapper: Callable[..., Any] | None) -> None:
+    """Let a function that torch excludes from compilation run without importing torch._dynamo, as long as
+    nothing else has imported it."""
     function = getattr(wrapper, "__wrapped__", None)
     if wrapper is None or function is None or hasattr(function, _MARK):
         return
@@ -91,16 +92,14 @@ def leave_eager(wrapper: Callable[..., Any] | None) -> None:
 
 
 @contextmanager
-def wrapping() -> Iterator[None]:
-    """The same around the constructor of DistributedDataParallel, which reads a setting of torch._dynamo.
-
-    If torch._dynamo is not imported, the setting has its default.
-    """
+def sparing_dynamo() -> Iterator[None]:
+    """Around the constructor of DistributedDataParallel: inside, it finds the default of a setting of
+    torch._dynamo without importing it."""
     if "torch._dynamo" in sys.modules:
         yield
         return
     context_manager = getattr(DistributedDataParallel, "_inside_ddp_forward", None)
-    leave_eager(getattr(context_manager, "__wrapped__", None))
+    spare_dynamo_in(getattr(context_manager, "__wrapped__", None))
     utils = _Unimported("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
     stand_in = vars(torch)["_dynamo"] = _Unimported("torch._dynamo", utils=utils)
     try:
@@ -193,6 +192,12 @@ def never_time(wrapped: DistributedDataParallel) -> None:
     choose = getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", None)
     if choose is not None:
         choose(2**31 - 1)
+
+
+def found_static_outputs(ddp: DistributedDataParallel) -> bool:
+    """Under ``static_graph``, after the first backward pass: whether DDP has been reached from the model's
+    outputs, among which it looks for tensors. If not, it never sends a gradient, and says nothing."""
+    return bool(getattr(ddp, "_static_graph_delay_allreduce_enqueued", True))
 
 
 def find_late_buffers(ddp: DistributedDataParallel) -> None:

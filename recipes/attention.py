@@ -1,4 +1,5 @@
-"""What Transformers are made of: attention with rotary positions, and the pre-norm block."""
+"""What both Transformers are made of: attention with rotary positions, the feed-forward branch, and their
+first weights."""
 
 from typing import NamedTuple, final
 
@@ -87,9 +88,9 @@ class Attention(nn.Module):
         length, known = queries.shape[2], to.keys.shape[2]
         all_causal = window is not None and length == known <= window
         if window is not None and not all_causal:
-            ahead = torch.ones(length, known, dtype=torch.bool, device=x.device).tril(known - length)
-            mask = ahead.triu(known - length - window + 1)
-        mixed = functional.scaled_dot_product_attention(
+            causal = torch.ones(length, known, dtype=torch.bool, device=x.device).tril(known - length)
+            mask = causal.triu(known - length - window + 1)
+        attended = functional.scaled_dot_product_attention(
             queries,
             keys,
             to.values,
@@ -97,7 +98,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=all_causal,
         )
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
     def _split(self, x: Tensor) -> Tensor:

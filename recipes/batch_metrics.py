@@ -52,20 +52,20 @@ def batch_metrics(metrics: Any) -> list[BatchMetric]:
         raise UserError('metrics: need names; give a dict, as {"f1": MulticlassF1Score(num_classes=5)}.')
     elif metrics is not None:
         named = {name_of(metrics).lower(): metrics}
-    made: list[BatchMetric] = []
+    adapted: list[BatchMetric] = []
     for name, metric in named.items():
         if name == "loss":
             raise UserError("metrics.loss: is the name of the loss; use another one.")
         if torchmetrics is not None and isinstance(metric, torchmetrics.Metric):
-            made.append(TorchMetric(name, metric))
+            adapted.append(TorchMetric(name, metric))
         elif callable(metric) and not isinstance(metric, type):
-            made.append(FunctionMetric(name, metric))
+            adapted.append(FunctionMetric(name, metric))
         else:
             raise UserError(
                 f"metrics.{name}={metric!r}: must be a metric of torchmetrics, made with its arguments, or a"
                 " function of (output, target)."
             )
-    return made
+    return adapted
 
 
 @final

@@ -164,7 +164,10 @@ def _first(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def _no_examples(count: int) -> Tensor | None:
-    return None
+    raise UserError(
+        "model: its first layer is made from training pictures, which only the sets of"
+        " ddptrain.data.images.data.ImageData give. Choose one of those, or another model."
+    )
 
 
 def _check_sound(files: Sequence[Path]) -> None:

@@ -26,8 +26,8 @@ class SpeedrunNet(nn.Module):
     """Logits (n, num_classes) for normalised images (n, in_channels, H, W), 9x9 or larger.
 
     The first layer whitens patches of 2x2 pixels and is not trained but for its bias. examples: gives the
-    first so many training images, by which it is made, or None where they are not at hand and the weights
-    come from a checkpoint. width: channels of the first group; the others have four times as many.
+    first so many training images, by which it is made, or None where a checkpoint gives its weights. width:
+    channels of the first group; the others have four times as many.
 
     Logits are a mean over features, not a sum, so the gradients of the head and of all biases shrink as the
     network widens: their rates are to be in proportion to the width.

@@ -56,17 +56,18 @@ class Supervised(Task):
 
     def _direction(self, configured: bool | None) -> bool:
         """Of the best metric."""
-        known = {metric.name: metric.higher_is_better for metric in self._metrics}
+        known = {"loss": False, **{metric.name: metric.higher_is_better for metric in self._metrics}}
+        best = self.best_metric
         # one of torchmetrics may have several values, f1/0 and f1/1
-        several = [metric.name for metric in self._metrics if isinstance(metric, TorchMetric)]
-        of_several = tuple(f"{name}{mark}" for name in several for mark in "/_")
-        names, best = ["loss", *known], self.best_metric
-        if self._step is None and best not in names and not best.startswith(of_several):
+        several = [one.name for one in self._metrics if isinstance(one, TorchMetric)]
+        matches = [name for name in several if best.startswith((f"{name}/", f"{name}_"))]
+        of_several = max(matches, key=len, default=best)
+        if self._step is None and best not in known and of_several == best:
             raise UserError(
-                f"task.best_metric={best}: there is no such metric; there are {', '.join(names)}."
-                f"{did_you_mean(best, names)}"
+                f"task.best_metric={best}: there is no such metric; there are {', '.join(known)}."
+                f"{did_you_mean(best, list(known))}"
             )
-        better = known.get(self.best_metric, False if self.best_metric == "loss" else None)
+        better = known.get(best, known.get(of_several))
         if configured is None and better is None:
             raise UserError(
                 f"task.best_metric={self.best_metric}: whether higher is better isn't known of a function;"
@@ -109,9 +110,9 @@ class Supervised(Task):
         means = {name: _mean(sums[f"/{name}/sum"], sums[f"/{name}/count"]) for name in logged}
         figures: dict[str, Figure] = {}
         for metric in self._metrics:
-            values, drawn = metric.report(sums, self._data.outputs)
+            values, own_figures = metric.report(sums, self._data.outputs)
             means |= values
-            figures |= drawn
+            figures |= own_figures
         return Report(means, figures)
 
 

@@ -16,6 +16,7 @@ from typing import Any, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ddptrain.config.choices import known_keys
 from ddptrain.config.removed import what_to_use
 from ddptrain.config.schema import MISSING, Config, Rule, Sweep
 from ddptrain.errors import UserError
@@ -87,6 +88,8 @@ def type_message(error: OmegaConfBaseException, override: str = "") -> str:
     if where and re.match("Cannot merge DictConfig|Invalid type assigned", text):
         key = where.partition("=")[0]
         return f"{where}: must hold keys and their values: {key}.<key>=... or '{key}={{<key>:...}}'."
+    if where and re.match(r"Key '\w+' not in '\w+'$", text):
+        return f"{where}: there is no such key.{what_to_use(where) or did_you_mean(where, known_keys())}"
     if where and "is not a ListConfig, list or tuple" in text:
         return f"{where}: must be a list: {where.partition('=')[0]}=[...]."
     return f"{where}: {text}." if where else f"{text}."
@@ -146,7 +149,10 @@ def _cross_checks(config: Config) -> list[str]:
     if stop.metric is not None and stop.patience is None and stop.target is None:
         problems.append(f"stop.metric={stop.metric}: needs stop.patience or stop.target beside it.")
     warmup, cooldown = config.sched.get("warmup"), config.sched.get("cooldown")
-    if isinstance(warmup, float | int) and isinstance(cooldown, float | int) and warmup + cooldown > 1:
+    # one of yours may count steps
+    is_wsd = config.sched.get("_target_") == "ddptrain.engine.lr_schedules.wsd"
+    shares = [value for value in (warmup, cooldown) if isinstance(value, float | int)]
+    if is_wsd and sum(shares) > 1:
         problems.append(
             f"sched.cooldown={cooldown}: with sched.warmup={warmup} it is longer than the run; together they"
             " may be 1 at most."

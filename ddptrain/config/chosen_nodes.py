@@ -13,18 +13,20 @@ _SECTIONS = ("optim", "sched", "strategy")
 _OF_ANY_OPTIMIZER = ("groups", "layer_decay")
 
 
-def chosen_nodes(composed: DictConfig, words: Sequence[str], alone: Callable[[Sequence[str]], Tree]) -> Tree:
+def chosen_nodes(
+    composed: DictConfig, words: Sequence[str], compose: Callable[[Sequence[str]], Tree]
+) -> Tree:
     """The sections for which the words of the command line choose another optimizer, schedule or strategy
     than the recipe's: with that one's own arguments. What the words set is kept; a rate for AdamW is none for
     SGD, but a share of the run is the same for each schedule that has it, and so for strategies.
 
-    They hold their interpolations. alone: the tree that some words alone make; it takes a tenth of a second.
+    They hold their interpolations. compose: the tree of some words alone; it takes a tenth of a second.
     """
     choices = {word.partition("=")[0]: word for word in words if word.partition("=")[0] in _SECTIONS}
     if not choices:
         return {}
-    tree, chosen, nodes = plain_tree(composed, resolve=False), alone(list(choices.values())), {}
-    recipes = cache(lambda: alone([word for word in words if word.startswith("recipe=")]))
+    tree, chosen, nodes = plain_tree(composed, resolve=False), compose(list(choices.values())), {}
+    recipes = cache(lambda: compose([word for word in words if word.startswith("recipe=")]))
     for section in choices:
         own = _without(chosen[section], [word for word in words if word.startswith(f"~{section}.")])
         if section != "optim" and tree[section].keys() <= own.keys():

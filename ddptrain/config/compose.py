@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddptrain.config.arguments import EXPLAIN, GROUPS, OURS, PACKAGE, SHOW_ALL, Arguments
@@ -30,7 +30,7 @@ from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, 
 from ddptrain.config.overrides import check_added, check_override, expect_one_value, parsed
 from ddptrain.config.search_path import CONF, look_in
 from ddptrain.errors import UserError
-from ddptrain.keys import did_you_mean, flat_keys
+from ddptrain.keys import did_you_mean, flat_keys, key_of
 
 _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
 """Options of Hydra that put another config in the place of ours, or unpickle a file."""
@@ -42,7 +42,7 @@ def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
     words = _checked_words(arguments)
     if keys := arguments.values_of(EXPLAIN):
         with _hydra_errors_as_user_errors(words):
-            print(explained(keys[0], words, partial(placed, words=words, alone=_composed_meanwhile)))
+            print(explained(keys[0], words, partial(placed, words=words, compose=_composed_meanwhile)))
         return None
     if not arguments.shows_config and not {*_options_of_hydra(arguments)} <= {"--run", "-r"}:
         _run_hydra(arguments, words, lambda composed: None)
@@ -124,13 +124,13 @@ def _typed(of_hydra: Any) -> list[str]:
 
 def placed(
     composed: DictConfig, choices: Mapping[str, Any], words: Sequence[str],
-    alone: Callable[[Sequence[str]], Tree],
+    compose: Callable[[Sequence[str]], Tree],
 ) -> Tree:  # fmt: skip
     """A composed config as a plain tree, with the recipe's name, and the command line's choices in the places
-    of the recipe's. choices: of the groups. alone: as `chosen_nodes` has it. Raises UserError for names that
-    lead out of where a run belongs."""
+    of the recipe's. choices: of the groups. compose: as `chosen_nodes` has it. Raises UserError for names
+    that lead out of where a run belongs."""
     with open_dict(composed):
-        for section, node in chosen_nodes(composed, words, alone).items():
+        for section, node in chosen_nodes(composed, words, compose).items():
             composed[section] = node
     tree = _plain(composed)  # now that what is looked up is in its place
     if choices.get("recipe") is not None:
@@ -157,6 +157,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
         known = flat_keys(_plain(saved))
         if override.key_or_group not in known and not override.is_add() and not override.is_force_add():
             raise UserError(no_such_key(override.key_or_group, known))
+        _check_no_list(saved, [override.input_line or ""])
         if override.is_delete():
             section, _, name = override.key_or_group.rpartition(".")
             del (OmegaConf.select(saved, section) if section else saved)[name]
@@ -261,6 +262,11 @@ def _hydra_errors_as_user_errors(overrides: Sequence[str]) -> Iterator[None]:
         raise UserError(_message(error)) from error
     except HydraException as error:
         raise UserError(_one_line(error)) from error
+    except UserError:
+        raise
+    except ValueError:  # OmegaConf's, of a name in a list: freeze.x=1; or a job's own
+        _check_no_list(_of_choices(overrides), overrides)
+        raise
     except RecursionError as error:
         raise UserError("defaults: YAMLs that include each other can't be composed.") from error
 
@@ -300,14 +306,26 @@ def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -
     return no_such_key(missing[1], _known_keys(overrides))
 
 
+def _check_no_list(config: DictConfig, words: Sequence[str]) -> None:
+    """Raises UserError for a word whose key lies in a list of this config."""
+    for word in words:
+        section = key_of(word).rpartition(".")[0]
+        if section and isinstance(OmegaConf.select(config, section), ListConfig):
+            raise UserError(f"{word}: {section} is a list; give all of it: {section}=[...]")
+
+
 def _known_keys(overrides: Sequence[str]) -> list[str]:
     """The keys of the config that this command line's group choices make."""
+    return flat_keys(plain_tree(_of_choices(overrides), resolve=False))
+
+
+def _of_choices(overrides: Sequence[str]) -> DictConfig:
+    """The config that this command line's group choices make."""
     choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
     try:
-        composed = _composed(choices)
+        return _composed(choices)
     except HydraException:  # a choice that is wrong too
-        composed = _composed([])
-    return flat_keys(plain_tree(composed, resolve=False))
+        return _composed([])
 
 
 def _one_line(error: Exception) -> str:

@@ -16,9 +16,7 @@ from itertools import chain
 from typing import Any, Literal, Union
 
 from ddptrain.config.arguments import GROUPS
-from ddptrain.config.targets import LIBRARIES, Node, hints_of, made_by, resolve
-from ddptrain.config.targets import open_package as open_package
-from ddptrain.config.targets import opened_packages as opened_packages
+from ddptrain.config.targets import LIBRARIES, Node, hints_of, resolve, result_type
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
 
@@ -177,8 +175,9 @@ def typed_arguments(
 ) -> dict[str, Any]:
     """A verb's key=value words as keyword arguments of a function, typed by its annotations.
 
-    others: words that the verb takes beside these. The first parameter of a function, the model, is not among
-    them; a class takes all of its own. Raises UserError naming every wrong word at once.
+    others: words that the verb takes beside these. The first parameter of a function is the caller's (a
+    model, a folder), and not among them; a class takes all of its own. Raises UserError naming every wrong
+    word at once.
     """
     hints = hints_of(function)
     first = 0 if inspect.isclass(function) else 1
@@ -285,8 +284,8 @@ def _misplaced(node: Node, hint: Any, key: str) -> list[str]:
     is_class = (inspect.isclass(kind) and kind is not Any for kind in wanted)
     if not all(is_class) or any(typing.Protocol in kind.__mro__ for kind in wanted):
         return []  # a Callable, say: any object may be one
-    made = made_by(resolve(node, key))
-    if made is None or any(issubclass(made, kind) for kind in wanted):
+    result = result_type(resolve(node, key))
+    if result is None or any(issubclass(result, kind) for kind in wanted):
         return []
     return [f"{key}._target_={node['_target_']}: must make {' or '.join(k.__name__ for k in wanted)}."]
 
@@ -336,10 +335,10 @@ def _spell(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if len(kinds := _alternatives(hint)) > 1:
         plain = [_spell(kind) for kind in kinds if kind in names or typing.get_origin(kind)]
-        made = [kind.__name__ for kind in kinds if inspect.isclass(kind) and kind not in names]
+        classes = [kind.__name__ for kind in kinds if inspect.isclass(kind) and kind not in names]
         if float in kinds:  # a rate of torch's may be a Tensor, too, which no config makes
-            made = [name for name in made if name != "Tensor"]
-        return " or ".join([*plain, *([f"keys with a _target_ ({', '.join(made)})"] if made else [])])
+            classes = [name for name in classes if name != "Tensor"]
+        return " or ".join([*plain, *([f"keys with a _target_ ({', '.join(classes)})"] if classes else [])])
     if origin is tuple and Ellipsis not in args:
         return f"a list of {len(args)} values: [...]"
     if origin in (tuple, list, Sequence):

@@ -52,7 +52,7 @@ def check_override(override: Override) -> None:
     if not key:
         raise UserError(f"{word}: is no override; write key=value.")
     if _PLUGIN_KEY.fullmatch(key) and override.package is None and not override.is_sweep_override():
-        is_name = "/" not in key or is_plain_name(str(override.value()))
+        is_name = "/" not in key or is_plain_name(override.value())
         if is_name and "_target_" not in f"{key} {override.value()}":
             return
         raise UserError(f"{word}: plugins are chosen by their names: hydra/launcher=<name>.")
@@ -70,16 +70,13 @@ def check_override(override: Override) -> None:
 
 
 def check_added(overrides: Sequence[Override]) -> None:
-    """Refuse a choice that is added to a group whose choices are given or taken out: Hydra ignores one of
-    them."""
-    given = {override.key_or_group: override for override in overrides if not override.is_add()}
-    for override in overrides:
-        if override.key_or_group in GROUPS and override.is_add() and override.key_or_group in given:
-            whole = given[override.key_or_group].input_line
-            raise UserError(
-                f"{override.input_line}: does not go with {whole}. Name all in one list:"
-                f" '{override.key_or_group}=[...]'."
-            )
+    """Refuse choices of one group that are given, added and taken out: Hydra ignores one of them."""
+    for group in GROUPS:
+        words = [override for override in overrides if override.key_or_group == group]
+        ways = {(override.is_add(), override.is_delete()): override.input_line for override in words}
+        if len(ways) > 1:
+            first, second, *_ = ways.values()
+            raise UserError(f"{second}: does not go with {first}. Name all in one list: '{group}=[...]'.")
 
 
 def expect_one_value(overrides: Sequence[Override]) -> None:

@@ -18,9 +18,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from ddptrain.config.arguments import GROUPS, TRUST
 from ddptrain.config.choices import ENTRY_POINTS
-from ddptrain.config.instantiate import open_package
 from ddptrain.config.limits import guard_resolvers, named_defaults, read_config
 from ddptrain.config.schema import Config
+from ddptrain.config.targets import open_package
 from ddptrain.errors import UserError
 
 CONF = "ddptrain.conf"
@@ -51,9 +51,9 @@ def open_user_code(config_dirs: Sequence[Path], trusted: Sequence[str] = ()) -> 
         if (place := str(folder.resolve())) not in sys.path:
             sys.path.insert(0, place)
     for folder in (Path.cwd(), *config_dirs):
-        found = list(folder.iterdir()) if folder.is_dir() else []
+        entries = list(folder.iterdir()) if folder.is_dir() else []
         # a package after the module of its name: it is what Python imports
-        for path in sorted(found, key=lambda path: path.suffix != ".py"):
+        for path in sorted(entries, key=lambda path: path.suffix != ".py"):
             file = path if path.suffix == ".py" else path / "__init__.py"
             if file.is_file() and path.stem.isidentifier() and path.stem not in _LIBRARIES:
                 open_package(path.stem, file if folder in config_dirs else None)

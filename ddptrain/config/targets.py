@@ -24,7 +24,7 @@ OURS = (
     "ddptrain.tools.trackers.",
 )
 """Where only strategies, observers and controllers are meant."""
-_DOORS = {
+_EXTENSION_POINTS = {
     "ddptrain.api.observer.Observer",
     "ddptrain.api.controller.Controller",
     "ddptrain.api.strategy.Strategy",
@@ -61,11 +61,6 @@ def open_package(name: str, file: Path | None = None) -> None:
     _opened[f"{name}."] = file
 
 
-def opened_packages() -> list[str]:
-    """For a process that is to know them too."""
-    return sorted(name.removesuffix(".") for name in _opened)
-
-
 @contextmanager
 def packages_restored() -> Iterator[None]:
     """What is opened inside, is not afterwards."""
@@ -94,9 +89,9 @@ def resolve(node: Node, key: str) -> Callable[..., Any]:
         if meant := _name_meant(name):
             raise UserError(f"{key}._target_={name}: there is no such name. Did you mean {meant}?")
         raise UserError(
-            f"{key}._target_={name}: not allowed. Allowed are {', '.join(a + '*' for a in ALLOWED)}"
-            " and your own modules (in the folder of --config-dir, the current folder, or an"
-            " installed package with the entry point group ddptrain.conf)."
+            f"{key}._target_={name}: not allowed. If it is your own, name its folder: --config-dir=<folder>"
+            " (or start in that folder, or install it as a package with the entry point group"
+            f" ddptrain.conf). Allowed without are {', '.join(a + '*' for a in ALLOWED)}."
         )
     if any(part.startswith("_") for part in name.split(".")):
         raise UserError(f"{key}._target_={name}: names something private; name what is public.")
@@ -121,10 +116,10 @@ def resolve(node: Node, key: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], target)
 
 
-def made_by(target: Callable[..., Any]) -> type | None:
+def result_type(target: Callable[..., Any]) -> type | None:
     """What calling a target gives, as far as it says so."""
-    made = target if inspect.isclass(target) else hints_of(target).get("return")
-    return made if inspect.isclass(made) else None
+    result = target if inspect.isclass(target) else hints_of(target).get("return")
+    return result if inspect.isclass(result) else None
 
 
 def _kinds_wanted_instead(target: Any, home: str, key: str) -> str | None:
@@ -135,10 +130,10 @@ def _kinds_wanted_instead(target: Any, home: str, key: str) -> str | None:
 
     from ddptrain.api.recipe import Data, Task
 
-    made = made_by(target)
+    result = result_type(target)
     if home.startswith(OURS):
-        kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(made, "__mro__", ())}
-        return None if kinds & _DOORS else "strategies, observers and controllers"
+        kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(result, "__mro__", ())}
+        return None if kinds & _EXTENSION_POINTS else "strategies, observers and controllers"
     if home.startswith(METRICS):
         from torchmetrics import Metric
 
@@ -158,7 +153,7 @@ def _kinds_wanted_instead(target: Any, home: str, key: str) -> str | None:
         builders = importlib.import_module("torchvision.models._api").BUILTIN_MODELS
         return None if target in builders.values() else "modules and the functions that make a named model"
     if home.startswith("ddptrain.recipes.") and not inspect.isclass(target):
-        sound = made is not None and issubclass(made, nn.Module | Task | Data)
+        sound = result is not None and issubclass(result, nn.Module | Task | Data)
         return None if sound else "classes and functions that make a model, a task or data"
     return None
 

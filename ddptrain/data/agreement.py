@@ -92,7 +92,7 @@ def count_alike(places: Sequence[int]) -> bool:
 
 
 def check_alike(train: Sequence[str], valid: Sequence[str], where: str, trained: str) -> None:
-    """The same, of labels that can't be changed. Raises UserError also for classes in another order."""
+    """As `places_among`, for labels that can't be renumbered: classes in another order are refused, too."""
     if not count_alike(places_among(train, valid, where, trained)):
         raise UserError(
             f"{where}: its classes are {first_few(list(valid), 5)}, and those of {trained}"
@@ -105,8 +105,8 @@ def note_other_labels(places: Sequence[int], where: str, trained: str) -> None:
     """Log that labels are taken by their names, where they are other numbers."""
     if not count_alike(places):
         log.info(
-            "note       %s: counts its classes in another way than %s; they are taken by their names (its"
-            " 0 is %d there, and so on)",
+            "note       %s: numbers its classes differently from %s; labels are matched by class name (its"
+            " class 0 is class %d there)",
             *(where, trained, places[0]),
         )
 

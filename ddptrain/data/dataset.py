@@ -275,7 +275,7 @@ def check_map_style(dataset: object, key: str) -> None:
     if isinstance(dataset, Mapping):  # as load_dataset(...) of Hugging Face gives all parts
         raise UserError(
             f"{key}: {name} has names ({first_few(list(map(str, dataset)), 4)}) where a dataset has samples 0"
-            " to len - 1. Give one of its parts: split='train', for example."
+            " to len - 1. Give one of its parts (split='train', for example), or of tensors a tuple: (x, y)."
         )
     try:
         len(dataset)

@@ -141,8 +141,8 @@ def in_words(skipped: Sequence[str]) -> str:
 
 @contextmanager
 def skippable(hint: str = HINT) -> Iterator[None]:
-    """What is wrong in it is wrong with one sample: the message names the way to go on without. hint: another
-    one, of a set that can't be read under ``skip`` as it is."""
+    """UserErrors inside become `UnusableSample`: they concern one sample, and their message says how to leave
+    it out. hint: how, for a set that can't be read under ``skip`` as it is."""
     try:
         yield
     except UserError as error:

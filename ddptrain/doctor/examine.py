@@ -110,7 +110,7 @@ def why_no_cuda() -> tuple[str, str]:
         first = _first(dataclasses.replace(facts, torch=torch, torch_cuda=ask_gpus()))
     if first is None:
         return "PyTorch counts no CUDA device.", "See what nvidia-smi says."
-    return first.cause, f"{first.remedy[0].upper()}{first.remedy[1:].rstrip('.')}."
+    return first.cause, f"Remedy: {first.remedy.rstrip('.')}."
 
 
 def _first(facts: Facts) -> Finding | None:

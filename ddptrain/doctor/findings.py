@@ -14,7 +14,7 @@ class Finding:
     id: str
     level: str
     evidence: str
-    """The evidence."""
+    """What was seen: the values from which the cause follows."""
     cause: str = ""
     """In plain words; '' where all is well."""
     remedy: str = ""

@@ -23,7 +23,6 @@ _OF_TRAINING = re.compile(r"/dev/nvidia(ctl|-uvm|\d+)")
 _DISPLAY = ("0x0300", "0x0302")  # PCI classes: a display and a 3D controller
 _NVIDIA = "0x10de"
 _LISTENS = "0A"  # A state in /proc/net/tcp
-_UNLIMITED = 2**60  # cgroup v1 and some kernels write no limit as a number beyond any machine
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:

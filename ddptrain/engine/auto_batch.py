@@ -13,10 +13,11 @@ from torch import nn
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.strategy import Strategy
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.distributed.watchdog.watchdog import LONG_S, Watchdog
-from ddptrain.engine.evaluate import in_evaluation
+from ddptrain.engine.evaluate import OwnBatches, in_evaluation
 from ddptrain.engine.out_of_memory import in_one_line, is_lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
@@ -156,9 +157,9 @@ class AutoBatch:
 
     @torch.no_grad()
     def _evaluate(self, size: int) -> None:
-        (batch,) = self._data.valid_batches([range(size)])
-        with unchanged(self._model), in_evaluation(self._model), self._precision.autocast():
-            self._task.evaluate(self._model, batch)
+        for _, batch in OwnBatches(self._data, size, size, World()):
+            with unchanged(self._model), in_evaluation(self._model), self._precision.autocast():
+                self._task.evaluate(self._model, batch)
 
 
 def _why(known: int | None) -> str:

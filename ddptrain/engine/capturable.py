@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
 from ddptrain.api.sampler import MicroBatch
+from ddptrain.distributed.comm import backend_for
 from ddptrain.distributed.snapshot import unchanged, with_extra_state
 from ddptrain.engine.rank_state import same_rank_state
 from ddptrain.engine.step import TrainStep
@@ -54,6 +55,8 @@ def check_capturable(step: TrainStep, batch: Batch, progress: Progress) -> None:
 
 def _check_parts(step: TrainStep) -> None:
     optimizer, why = step.state.optimizer, step.strategy.why_not_captured
+    if step.strategy.world.size > 1 and backend_for(step.strategy.world) != "nccl":
+        why = "gloo's all-reduce can't be captured; NCCL needs a GPU for each rank"
     if not is_fused(optimizer) or not (
         isinstance(optimizer, _CAPTURABLE) or getattr(optimizer, "takes_rates_on_device", False)
     ):

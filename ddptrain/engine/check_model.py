@@ -1,16 +1,15 @@
 """What a model must be to be trained and saved. Checked before the first step."""
 
-import io
-import pickle
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.snapshot import saved_buffers
+from ddptrain.engine.plain_state import check_plain
 from ddptrain.errors import UserError
 
 
@@ -31,12 +30,7 @@ def check_model(model: nn.Module, world_size: int = 1) -> None:
                 f"model: {name} is lazy: its shape is unknown before a first forward pass. Use a layer with a"
                 " given size (nn.Linear for nn.LazyLinear), or run one forward pass in Task.build."
             )
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) and not _can_be_saved(value):
-            raise UserError(
-                f"model: {name} of its state_dict (get_extra_state) can't be kept in a checkpoint: this"
-                f" {type(value).__name__} holds other things than tensors, numbers, strings, lists and dicts."
-            )
+    check_plain({"model": model.state_dict()})
 
 
 def own_memory(model: nn.Module) -> None:
@@ -71,17 +65,6 @@ def check_buffers(model: nn.Module, before: Sizes) -> None:
                 f" {was} {tuple(own.shape)} of {own.dtype}), so that no checkpoint of it could be loaded."
                 " Register it with its final size, or as None, or with persistent=False if it is a cache."
             )
-
-
-def _can_be_saved(value: object) -> bool:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError):
-        return False
-    return True
 
 
 def sparse_layers(model: nn.Module) -> list[str]:

@@ -39,7 +39,7 @@ from ddptrain.engine.shards import FOLDER, Shards, new_folder, without_parts, wr
 from ddptrain.errors import UserError
 from ddptrain.observe.gauges import free_memory
 from ddptrain.observe.lock import Lost, lost
-from ddptrain.text import json_object
+from ddptrain.text import finite, json_object
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class Checkpointer:
     def restore_best(self, best: Mapping[str, float]) -> bool:
         """Let the folder ``best`` be as a resumed state knows it: value by name, and its step; empty where it
         knows none. Returns False where there is no such checkpoint any more."""
+        best = finite(best)  # a NaN equals no other
         if _best_in(self._folder / _BEST) == best:
             return True
         before = self._folder / _BEST_BEFORE
@@ -289,8 +290,8 @@ def _ended(folder: Path, gone: Lost, what: str, kept: Path | None = None) -> Use
 
 
 def _best_in(folder: Path) -> Mapping[str, float]:
-    """What a checkpoint's manifest says the best is; empty where there is none."""
-    best: Mapping[str, float] = json_object(folder / MANIFEST).get("best", {})
+    """What a checkpoint's manifest says the best is, by `finite`; empty where there is none."""
+    best: Mapping[str, float] = finite(json_object(folder / MANIFEST).get("best", {}))
     return best
 
 

@@ -81,7 +81,7 @@ def check_same_weights(world: World, model: nn.Module) -> None:
     if odd := _other_weights(world, model):
         raise UserError(
             f"model: at the start {odd}. Draw what is random in Task.build from torch, NumPy or Python's"
-            " random, which are seeded alike on all ranks, and leave them as they are."
+            " random, which are seeded alike on all ranks, and do not seed them again there."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from ddptrain.torch_private import leave_eager
+from ddptrain.torch_private import spare_dynamo_in
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -89,7 +89,7 @@ def _flop_counter(device: torch.device) -> "type[FlopCounterMode]":
     with _without("triton") if device.type == "cpu" else nullcontext():
         from torch.utils import flop_counter
     mode = getattr(flop_counter, "_FlopCounterMode", None)
-    leave_eager(getattr(mode, "__torch_dispatch__", None))
+    spare_dynamo_in(getattr(mode, "__torch_dispatch__", None))
     return flop_counter.FlopCounterMode
 
 

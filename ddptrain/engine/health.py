@@ -139,7 +139,7 @@ class Health:
         return Checked(self._nonfinite, flags, is_loss, both)
 
     def expect(self, step: int, stop: bool, checked: Checked) -> None:
-        """The outcome of a step that was just checked. stop: this rank wants to."""
+        """Queue what a check has left, to be read later. stop: whether this rank was asked to stop."""
         arrived = None
         if checked.both is not None:
             host = torch.empty(checked.both.shape, dtype=checked.both.dtype, pin_memory=True)

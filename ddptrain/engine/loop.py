@@ -62,7 +62,7 @@ class Engine:
         observers: Observers,
         make_graph: Callable[[TrainStep], StepGraph] | None = None,
     ) -> None:
-        """make_graph: of what captures the step; None: steps are eager."""
+        """make_graph: makes what captures the steps in a CUDA graph; None: all steps are eager."""
         self._task = step.task
         self._data = data
         self._world = step.strategy.world
@@ -235,7 +235,7 @@ class Engine:
         metrics = last.report.metrics
         state.metrics, state.metrics_step = dict(metrics), state.step
         self._stopwatch.mark("evaluating")
-        is_best = state.improves(metrics, task.best_metric, task.higher_is_better)
+        is_best = state.record_if_best(metrics, task.best_metric, task.higher_is_better)
         if is_best:
             state.evaluation_due = False
             self._write("saving the best", self._checkpointer.save_best)

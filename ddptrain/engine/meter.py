@@ -55,7 +55,7 @@ class Meter:
         return self._step
 
     def expect(self, addends: "Sequence[Addend]") -> None:
-        """The outcome of a step that has just ended."""
+        """Keep a step's addends until `count` is told its outcome."""
         self._steps.append(addends)
 
     def count(self, applied: bool) -> None:

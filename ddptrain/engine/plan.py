@@ -90,10 +90,10 @@ class Plan:
         facts = self.position_facts
         if saved.get("data") != self.data:
             raise UserError(
-                f"data: {where} was saved while training on other files (have they changed? is it the run"
-                " of another recipe?), or on the same in another order, or it was evaluated on others. Use"
-                " the same for training and for validation, or start a new run. To go on from its weights:"
-                " init.weights."
+                f"data: {where} was saved while training on other samples, or on the same in another order,"
+                " or it was evaluated on others. Have files changed, is it the run of another recipe, or"
+                " does a script draw its data without torch.manual_seed(0)? Use the same for training and"
+                " for validation, or start a new run. To go on from its weights: init.weights."
             )
         keys = {
             "seed": "seed",

@@ -129,45 +129,29 @@ def _written(
 
 def with_shards(state: dict[str, Any], folder: Path, empty: Empty) -> dict[str, Any]:
     """The state with the tensors of a verified folder in their places. empty: makes what is read into."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    metadata = _metadata(folder)
     places: dict[str, Tensor] = {}
-    shards = _Shards(folder, empty, places)
-    whole: dict[str, Any] = mapped(state, shards)
-    if places:
-        shards.read()
-    return whole
 
-
-class _Shards:
-    """Replaces a name by the tensor to read."""
-
-    def __init__(self, folder: Path, empty: Empty, places: dict[str, Tensor]) -> None:
-        self._folder = folder
-        self._empty = empty
-        self._places = places
-        self._known: Mapping[str, Any] | None = None
-
-    def __call__(self, value: Any) -> Any:
+    def placed(value: Any) -> Any:
         if not (isinstance(value, str) and value.startswith(_PLACE)):
             return value
-        if self._known is None:
-            self._known = _metadata(self._folder).state_dict_metadata
         name = value.removeprefix(_PLACE)
-        about = self._known[name]
-        self._places[name] = self._empty(about.size, about.properties.dtype)
-        return self._places[name]
+        about = metadata.state_dict_metadata[name]
+        places[name] = empty(about.size, about.properties.dtype)
+        return places[name]
 
-    def read(self) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            return metadata
 
-        class Reader(FileSystemReader):
-            def read_metadata(self, *_: Any, **__: Any) -> Any:
-                return _metadata(folder)
-
-        folder = self._folder
-        with warnings.catch_warnings():  # that it reads alone, as it is asked to
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(self._places), storage_reader=Reader(folder), no_dist=True)
+    whole: dict[str, Any] = mapped(state, placed)
+    with warnings.catch_warnings():  # that it reads alone, as it is asked to
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(dict(places), storage_reader=Reader(folder), no_dist=True)
+    return whole
 
 
 def entry_of(path: Path) -> dict[str, Any]:

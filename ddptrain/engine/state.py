@@ -84,7 +84,7 @@ class TrainState:
         device = self.strategy.world.device
         task.load_rank_state({name: rows[slice(*share)].to(device) for name, rows in self.rank_state.items()})
 
-    def improves(self, metrics: Mapping[str, float], name: str, higher_is_better: bool) -> bool:
+    def record_if_best(self, metrics: Mapping[str, float], name: str, higher_is_better: bool) -> bool:
         """Record the evaluation if its metric of this name is the best so far; returns whether it is. Of
         equal ones the best has the lower loss, else it is the later: few samples have few accuracies. NaN is
         worse than anything."""

@@ -114,7 +114,7 @@ class TrainStep:
         return Applied(checked, state.meter.end_step(checked.nonfinite), grad_norm)
 
     def expect(self, progress: Progress, stop: bool, applied: Applied) -> None:
-        """The outcome of a step. stop: this rank wants to."""
+        """Queue a step's outcome, which is read one step later on a GPU. stop: as `Health.expect`."""
         self._health.expect(progress.step, stop, applied.checked)
         self.state.meter.expect(applied.addends)
         self.grad_norm = applied.grad_norm

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddptrain.observe.metrics_file import read_lines
+from ddptrain.observe.metrics_file import POSITION, read_lines
 from ddptrain.text import fonts_for, letters_without_font
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Counts = Sequence[Sequence[int]]
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
-_POSITION = ("step", "epoch", "samples", "split")
 _BLUE, _ORANGE = "#2b6cb0", "#dd6b20"
 _DPI = 150
 _MARKED = 20
@@ -47,7 +46,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     then the metrics of validation. A loss that spans decades has a logarithmic axis."""
     validated = {name for line in lines if line["split"] == "valid" for name in line}
     logged = dict.fromkeys(name for line in lines for name in line)
-    names = [name for name in logged if name not in _POSITION and "/" not in name]
+    names = [name for name in logged if name not in POSITION and "/" not in name]
     names.sort(key=lambda name: (name != "loss", name not in validated))
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)

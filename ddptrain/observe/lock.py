@@ -19,8 +19,23 @@ _PATIENCE_S = 5.0
 """How long to try: rank 0 of a restarted job may still be ending."""
 _LEASE_S = 120.0
 """The same, where the owner is on another host: a server of NFSv4 keeps a dead host's locks for 90 s."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Of this machine since it was started; a pod of Kubernetes has its name again on another one."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class _Owner(NamedTuple):
+    """Who holds a lock, as its file says; empty where it is not known."""
+
+    host: str = ""
+    process: str = ""
+    boot: str = ""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        boot = _boot()
+        return self.boot != boot if boot and self.boot else self.host not in ("", socket.gethostname())
 
 
 class Lost(NamedTuple):
@@ -57,16 +72,16 @@ def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -
     key: the config key of the folder. does: what a process with this lock does.
     Raises UserError if another process holds it, or the folder can't be written.
     """
-    began, told = time.monotonic(), False
+    began, warned = time.monotonic(), False
     try:
         while not _lock(folder):
-            host, _ = _owner(folder)
+            owner = _owner(folder)
             waited = time.monotonic() - began
-            if waited > (_LEASE_S if _is_another(host) else _PATIENCE_S):
+            if waited > (_LEASE_S if owner.is_elsewhere else _PATIENCE_S):
                 raise _in_use(folder, key, does)
-            if waited > _PATIENCE_S and not told:
-                log.warning("%s: locked by %s; if that host is gone, its lock ends soon", folder, host)
-                told = True
+            if waited > _PATIENCE_S and not warned:
+                log.warning("%s: locked by %s; if that host is gone, its lock ends soon", folder, owner.host)
+                warned = True
             time.sleep(0.1)
     except OSError as error:
         raise unwritable(folder, error, key) from error
@@ -154,7 +169,7 @@ def _lock(folder: Path) -> bool:
             )  # fmt: skip
         if os.path.samestat(os.fstat(file), path.stat()):  # else the previous owner has renamed its folder
             os.ftruncate(file, 0)
-            owner = f"{socket.gethostname()} {os.getpid()}"
+            owner = f"{socket.gethostname()} {os.getpid()} {_boot()}".rstrip()
             os.pwrite(file, owner.encode(), 0)
             inside = os.open(folder, os.O_RDONLY)
             if folder in _held:  # renamed since: nothing is written there any more
@@ -174,7 +189,9 @@ def _become_of(folder: Path, held: _Held) -> Lost | None:
     try:
         if _is_at(folder / LOCK, held.file):
             writer = os.pread(held.file, 1000, 0).decode(errors="replace")
-            return None if writer == held.owner else Lost(f"was taken by process {writer}", None, beside)
+            if writer == held.owner:
+                return None
+            return Lost(f"was taken by {_named(_as_owner(writer))}", None, beside)
     except OSError:
         return None  # the disk fails: the next write tells of it
     now = _place_of(held.inside)
@@ -209,25 +226,30 @@ def _close(held: _Held) -> None:
     os.close(held.inside)
 
 
-def _owner(folder: Path) -> tuple[str, str]:
-    """The host and the process that hold the lock; empty where they are not known."""
+def _owner(folder: Path) -> _Owner:
     try:
-        host, _, process = (folder / LOCK).read_text(errors="replace").partition(" ")
+        return _as_owner((folder / LOCK).read_text(errors="replace"))
     except OSError:  # it is gone with its owner
-        return "", ""
-    return host, process
+        return _Owner()
 
 
-def _is_another(host: str) -> bool:
-    return host not in ("", socket.gethostname())
+def _as_owner(text: str) -> _Owner:
+    return _Owner(*text.split()[:3])
+
+
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def _named(owner: _Owner) -> str:
+    return f"process {owner.process} on {owner.host}" if owner.process else "another process"
 
 
 def _in_use(folder: Path, key: str, does: str) -> UserError:
-    host, process = _owner(folder)
-    who = f"process {process} on {host}" if process else "another process"
-    gone = f" If {host} is gone, delete {folder / LOCK}." if _is_another(host) else ""
+    owner = _owner(folder)
+    gone = f" If {owner.host} is gone, delete {folder / LOCK}." if owner.is_elsewhere else ""
     return UserError(
-        f"{key}={folder}: {who} {does} in it, and it has one writer. Stop that one or wait for its"
+        f"{key}={folder}: {_named(owner)} {does} in it, and it has one writer. Stop that one or wait for its"
         f" end, or name another folder: {key}=...{gone}"
     )
 

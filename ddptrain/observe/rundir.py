@@ -21,6 +21,7 @@ from ddptrain.api.world import World
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
+from ddptrain.observe.mirror.layout import ID
 from ddptrain.text import as_yaml, json_object, replace_file
 from ddptrain.version import __version__
 
@@ -83,7 +84,7 @@ def discard_unused(folder: Path) -> None:
     if not folder.is_dir() or lost(folder) is not None:  # somebody has removed it
         return
     left = list(folder.iterdir())
-    if {path.name for path in left} <= {"log.txt", LOCK, _JOB}:
+    if {path.name for path in left} <= {"log.txt", LOCK, _JOB, ID}:
         for path in left:
             path.unlink()
         folder.rmdir()

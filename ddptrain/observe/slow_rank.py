@@ -63,8 +63,8 @@ class SlowRanks:
         if len(laps) < 2 or any(lap.samples <= 0 or lap.seconds["replay"] for lap in laps.values()):
             return []  # in an evaluation, or where a captured step hides who waits
         work = {rank: _seconds_by_reason(lap) for rank, lap in laps.items()}
-        found = [self._judge(_beside(rank, work)) for rank in work]
-        return [slow for slow in found if slow is not None]
+        judged = [self._judge(_beside(rank, work)) for rank in work]
+        return [slow for slow in judged if slow is not None]
 
     def _judge(self, slow: Slow) -> Slow | None:
         """A rank's window is over; what is to be said of it."""

@@ -11,12 +11,11 @@ from ddptrain.api.observer import End, Evaluated, Log, Observer, RunInfo, Start
 from ddptrain.api.recipe import Picture, TextSample
 from ddptrain.keys import flat_values
 from ddptrain.observe.drawer import shared_drawer
-from ddptrain.observe.metrics_file import read_lines
+from ddptrain.observe.metrics_file import POSITION, read_lines
 
 if TYPE_CHECKING:  # it is slow to import
     from torch.utils.tensorboard import SummaryWriter
 
-_PLACE = ("step", "epoch", "samples")
 _SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")
 _FLUSH_S = 5
 """Seconds of scalars that a killed process may lose. metrics.jsonl loses at most a tenth of a second, and
@@ -48,10 +47,8 @@ class TensorBoard(Observer):
             str(event.run.folder / "tensorboard"), purge_step=first, flush_secs=_FLUSH_S
         )
         for line in read_lines(event.run.folder / "metrics.jsonl") if event.evaluates else []:
-            if (
-                line["step"] == event.step and line.pop("split") == "train"
-            ):  # dropped with the evaluation there
-                values = {n: v for n, v in line.items() if n not in _PLACE}
+            if line["step"] == event.step and line["split"] == "train":  # dropped with the evaluation there
+                values = {n: v for n, v in line.items() if n not in POSITION}
                 self._scalars({"train": {**values, "epoch": line["epoch"]}}, event.step)
         if event.preview is not None and event.step == 0:
             self._writer.add_image("train/samples", _tile(event.preview), 0)

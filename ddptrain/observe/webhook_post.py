@@ -30,7 +30,7 @@ _LOOKS_EVERY_S = 1.0
 _LAST_WORDS_S = 90.0
 """Above what slow observers may need before them (`ddptrain.observe.dispatch`)."""
 FINISHED = ("done", "stopped early", "stopped")
-"""Outcomes that have no reason."""
+"""Outcomes that are no failure, so that there is no error to report."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -48,7 +48,9 @@ def message(run: Mapping[str, Any], end: Mapping[str, Any] | None) -> dict[str, 
     ended = {"outcome": "gone", "step": None, "metrics": {}, "best": {}, "seconds": None} | dict(end or {})
     what = f"{run['recipe']} on {run['host']} ({folder})"
     if end is None:
-        text = f"{what} ended" + ("" if why else " without a word: killed, or its host is lost")
+        text = f"{what} ended" + (
+            "" if why else " without a last message: it was killed, or ended because another rank did"
+        )
     else:
         text = f"{what}: {end['outcome']} at step {end['step']} of {run['steps']}"
         text += f" after {clock(end['seconds'])}"

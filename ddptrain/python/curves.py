@@ -3,9 +3,9 @@
 from typing import Any, final
 
 from ddptrain.errors import UserError
+from ddptrain.observe.metrics_file import POSITION
 from ddptrain.text import first_few, in_columns
 
-_PLACE = ("step", "epoch", "samples", "split")
 _MOST_SHOWN = 20
 
 
@@ -20,7 +20,7 @@ class MetricRows(list[dict[str, Any]]):
         rows = [row for row in self if row["split"] == split and name in row]
         if not rows:
             known = dict.fromkeys(key for row in self if row["split"] == split for key in row)
-            names = first_few([key for key in known if key not in _PLACE], 12) or "none"
+            names = first_few([key for key in known if key not in POSITION], 12) or "none"
             raise UserError(f"{name}: there is no such curve of split {split!r}; there are {names}.")
         values = [row[name] for row in rows]
         return [row["step"] for row in rows], [float("nan") if v is None else v for v in values]

@@ -74,7 +74,8 @@ def fit(
       optimizer: a name of the group ``optim``: adamw (default), adam, sgd, rmsprop. lr: its learning rate,
       which is constant unless a word says ``sched=cosine``.
     - ranks: processes, usually one per GPU. run_dir: the run's folder; default: a new one below ``runs/fit``.
-    - others: none; what is given is refused, with the word that was meant.
+    - others: there are none; an unknown argument raises UserError, which names the one that was probably
+      meant.
     - trust: names of installed packages whose classes the words may name, as
       ``"optim._target_=<package>.<class>"`` does.
 
@@ -100,7 +101,7 @@ def fit(
             )
         for name, value in others.items():
             hint = did_you_mean(name, ("model", "train", "valid", *(fit.__kwdefaults__ or ())))
-            if isinstance(value, str | int | float):
+            if not hint and isinstance(value, str | int | float):
                 word = f'ddptrain.fit(model, train, None, "{name}={value}", ...)'
                 hint += f" Keys of the config are words, after the data: {word}"
             raise UserError(f"{name}: is no argument of fit.{hint}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import is_locked
-from ddptrain.observe.metrics_file import read_lines
+from ddptrain.observe.metrics_file import POSITION, read_lines
 from ddptrain.observe.summary_file import current_summary
 from ddptrain.python.curves import MetricRows
 from ddptrain.text import parse_json, parse_yaml
@@ -100,4 +100,4 @@ def _checkpoints(folder: Path) -> dict[str, Path]:
 
 def _last_evaluation(rows: MetricRows) -> dict[str, float]:
     last = next((row for row in reversed(rows) if row["split"] == "valid"), {})
-    return {name: v for name, v in last.items() if name not in ("step", "epoch", "samples", "split")}
+    return {name: v for name, v in last.items() if name not in POSITION}

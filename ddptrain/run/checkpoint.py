@@ -7,7 +7,6 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +19,8 @@ from ddptrain.engine.saved_checkpoint import STATE, read, steps_in, unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.run.setup import named_checkpoint
-from ddptrain.text import first_few, in_columns
+from ddptrain.run.weights_file import tensors_of
+from ddptrain.text import first_few, in_columns, replace_file
 from ddptrain.version import __version__
 
 Weights = dict[str, Tensor]
@@ -87,7 +87,7 @@ def show(of: RunFolder, checkpoint: str = "last") -> None:
     """What a checkpoint holds: its facts, sizes and norms, and a table of its tensors."""
     saved = named_checkpoint(of.folder, checkpoint)
     state = unpack(saved)
-    model, averaged = _tensors(state["model"]), _tensors(_averaged(state))
+    model, averaged = tensors_of(state["model"]), tensors_of(_averaged(state))
     metrics = saved.manifest.get("metrics", {})
     facts = {
         "checkpoint": saved.path,
@@ -132,19 +132,15 @@ def convert(
     chosen, kind = (state["model"], "model") if weights == "model" or not averaged else (averaged, "averaged")
     facts = {"step": str(state["step"]), "recipe": of.recipe, "ddptrain": __version__, "weights": kind}
     content = as_bytes(chosen, facts)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(content)
-        aside.rename(target)
+        replace_file(target, content)
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink()
         raise UserError(
             f"out={out}: can't be written ({error.strerror}): {len(content):,} bytes. Make room, or name"
             " another file."
         ) from error
-    tensors = _tensors(chosen)
+    tensors = tensors_of(chosen)
     print(f"{out}: {len(tensors)} tensors, {len(content):,} bytes: the {kind} weights of {saved.path}")
     if (more := [name for name in chosen if name not in tensors]) and target.suffix == ".safetensors":
         print(f"{out}: without {first_few(more, 3)}, which is no tensor; .pt holds it too")
@@ -153,11 +149,6 @@ def convert(
 def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
     weights: dict[str, Any] = state.get("average", {}).get("weights", {})
     return weights
-
-
-def _tensors(weights: Mapping[str, Any]) -> Weights:
-    """Without extra state (``get_extra_state``)."""
-    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
 def _as_pt(weights: Mapping[str, Any], facts: Mapping[str, str]) -> bytes:
@@ -174,7 +165,7 @@ def _as_safetensors(weights: Mapping[str, Any], facts: Mapping[str, str]) -> byt
             "out=*.safetensors: needs a library: pip install 'ddptrain[safetensors]'. Or write .pt."
         ) from error
     # the format knows neither tensors that share memory (tied weights) nor other layouts (channels_last)
-    tensors = _tensors(weights).items()
+    tensors = tensors_of(weights).items()
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
     return save(own, metadata={"format": "pt", **facts})
 

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from ddptrain.config.schema import Config
+from ddptrain.distributed.comm import on_all_ranks
 from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.precision import choose_precision
 from ddptrain.errors import of_this_rank
@@ -26,9 +27,10 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
     with joined_world(config) as (world, reason, watchdog):
         saved = loaded_by_first_rank(world, lambda: named_checkpoint(folder, checkpoint))
         assert saved is not None
-        precision = choose_precision(config.precision, world.device)
+        # nodes may have other GPUs
+        precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
         model = trained_model(config, task, data, world, saved, needs_data=True)
-        precision.check(model)
+        on_all_ranks(world, lambda: precision.check(model))
         note_other_samples(data, saved)
         log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())

@@ -2,24 +2,39 @@
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.lr_range import FEWEST, Range, losses_at, range_of, rising_rates, smoothed
 from ddptrain.errors import UserError, of_this_rank
-from ddptrain.keys import did_you_mean
 from ddptrain.run.optimizer import check_optimizer
-from ddptrain.run.setup import check_doors, joined_world, make_task
+from ddptrain.run.setup import check_extensions, joined_world, make_task
 from ddptrain.run.train import make_train_step
 
 log = logging.getLogger("ddptrain")
 
-_DEFAULTS = {"steps": 200.0, "lowest": 1e-6, "highest": 10.0}
-_SETTINGS = (*_DEFAULTS, "out")
 _RISING = {"_target_": "ddptrain.engine.lr_schedules.rising"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    steps: int = 200
+    lowest: float = 1e-6
+    highest: float = 10.0
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        if self.steps < 20:
+            raise UserError(f"steps={self.steps}: must be at least 20.")
+        if not 0 < self.lowest < self.highest:
+            raise UserError(
+                f"lowest={self.lowest:g}, highest={self.highest:g}: must be above 0, and highest above"
+                " lowest."
+            )
 
 
 def run(config: Config, settings: Mapping[str, str]) -> None:
@@ -28,18 +43,17 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
     settings: steps, lowest and highest rate, out: the picture. Raises UserError for a word that is wrong, and
     where no rate makes the loss fall.
     """
-    parsed = _parse(settings)
-    out = Path(settings.get("out", f"find-lr-{config.recipe.replace('/', '-')}.png"))
+    chosen = _Settings(**typed_arguments(_Settings, settings, "find lr"))
+    out = Path(chosen.out or f"find-lr-{config.recipe.replace('/', '-')}.png")
     if out.suffix != ".png" or not out.parent.resolve().parent.is_dir() or out.is_dir():
         raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
-    steps = int(parsed["steps"])
-    bounds = {"lowest": parsed["lowest"], "highest": parsed["highest"]}
+    steps, bounds = chosen.steps, {"lowest": chosen.lowest, "highest": chosen.highest}
     thaws = config.thaw is not None
     if thaws:
         config.freeze = []
     config.train.steps, config.sched, config.ema.decay, config.thaw = steps, {**_RISING, **bounds}, None, None
     task, data = make_task(config)
-    check_doors(config)
+    check_extensions(config)
     check_optimizer(config.optim)
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)
@@ -56,10 +70,10 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
         if len(points) < FEWEST:
             raise UserError(
                 f"find lr: only {len(points)} steps had a finite loss and gradients, too few to see anything."
-                f" A training says where it begins: optim.lr={parsed['lowest']:g}"
+                f" A training says where it begins: optim.lr={chosen.lowest:g}"
             )
         if usable is None:
-            tried = f"from {parsed['lowest']:g} to {max(rates, default=parsed['lowest']):g}"
+            tried = f"from {chosen.lowest:g} to {max(rates, default=chosen.lowest):g}"
             raise UserError(
                 f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=)"
                 " or more steps (steps=)."
@@ -68,27 +82,6 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
             low, high = f"{usable.falls_from:.1e}", f"{usable.lowest_at:.1e}"
             print(f"the loss falls from lr {low} on, and is lowest at {high}: {out}")
             print(f"optim.lr={usable.suggestion:g}")
-
-
-def _parse(settings: Mapping[str, str]) -> dict[str, float]:
-    """Raises UserError for a word that is wrong."""
-    parsed = dict(_DEFAULTS)
-    for name, word in settings.items():
-        if name not in _SETTINGS:
-            raise UserError(f"{name}: find lr takes no such word.{did_you_mean(name, _SETTINGS)}")
-        if name != "out":
-            try:
-                parsed[name] = float(word)
-            except ValueError:
-                parsed[name] = math.nan
-            if not math.isfinite(parsed[name]):
-                raise UserError(f"{name}={word}: must be a number.")
-    if parsed["steps"] < 20 or parsed["steps"] != int(parsed["steps"]):
-        raise UserError(f"steps={settings['steps']}: must be a whole number, at least 20.")
-    if not 0 < parsed["lowest"] < parsed["highest"]:
-        given = f"lowest={parsed['lowest']:g}, highest={parsed['highest']:g}"
-        raise UserError(f"{given}: must be above 0, and highest above lowest.")
-    return parsed
 
 
 def _write(rates: Sequence[float], losses: Sequence[float], usable: Range | None, out: Path) -> None:
@@ -116,7 +109,8 @@ def _draw(rates: Sequence[float], losses: Sequence[float], usable: Range | None,
     axes.set_ylabel("loss")
     if losses:
         start, lowest = losses[0], min(losses)
-        axes.set_ylim(lowest - 0.1 * (start - lowest), start + 0.5 * (start - lowest) or None)
+        if lowest < start:
+            axes.set_ylim(lowest - 0.1 * (start - lowest), start + 0.5 * (start - lowest))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

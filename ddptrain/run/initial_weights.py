@@ -109,7 +109,7 @@ def match(model: nn.Module, weights: Weights, source: str, skip: Sequence[str]) 
         for name in model.state_dict()
         if name in weights and name not in own and not any(fnmatchcase(name, pattern) for pattern in skip)
     }
-    weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    weights = tensors_of(weights)
     same = {
         name: weights[name]
         for name in wanted

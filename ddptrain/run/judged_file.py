@@ -59,7 +59,7 @@ def judge(task: Task, data: Data, deployed: Deployed, file: Runner, picture: Pat
     runners: tuple[Runner, Runner] = (lambda inputs: as_list(deployed.module(*inputs)), file)
     totals = [Totals(type(validation).__name__, len(chunks), World()) for _ in runners]
     seconds = [0.0, 0.0]
-    drawn: list[Tensor] = []
+    pictures: list[Tensor] = []
     with torch.no_grad():
         for slot, batch in enumerate(data.valid_batches(chunks)):
             inputs, outputs = validation.inputs(batch), []
@@ -69,9 +69,9 @@ def judge(task: Task, data: Data, deployed: Deployed, file: Runner, picture: Pat
                 seconds[i] += time.perf_counter() - begun
                 for name, value in validation.evaluate(outputs[-1], batch).items():
                     totals[i].add(slot, name, value)
-            if len(drawn) < _SHOWN:
-                drawn += validation.pictures(batch, *outputs)
-    _write_sheet(drawn[:_SHOWN], picture)
+            if len(pictures) < _SHOWN:
+                pictures += validation.pictures(batch, *outputs)
+    _write_sheet(pictures[:_SHOWN], picture)
     ours, theirs = (
         Answers(task.report(total.totals(interrupted=False)).metrics, 1000 * spent / data.valid_size)
         for total, spent in zip(totals, seconds, strict=True)
@@ -92,9 +92,9 @@ def _on_all(run: Runner, inputs: Inputs, size: int | None) -> Sequence[Tensor]:
     return [of[:count] for of in run(filled)]
 
 
-def _write_sheet(drawn: Sequence[Tensor], file: Path) -> None:
-    if drawn:
+def _write_sheet(pictures: Sequence[Tensor], file: Path) -> None:
+    if pictures:
         from torchvision.transforms.v2.functional import to_pil_image
         from torchvision.utils import make_grid
 
-        to_pil_image(make_grid(list(drawn), nrow=4, padding=4, pad_value=255)).save(file)
+        to_pil_image(make_grid(list(pictures), nrow=4, padding=4, pad_value=255)).save(file)

@@ -20,7 +20,8 @@ from ddptrain.distributed.launcher.prefork import Prefork
 from ddptrain.distributed.launcher.process import AGENT
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.run.optimizer import check_optimizer
-from ddptrain.run.setup import make_task
+from ddptrain.run.schedule import check_schedule
+from ddptrain.run.setup import check_extensions, make_task
 from ddptrain.text import counted
 from ddptrain.torch_private import spare_dynamo
 
@@ -54,7 +55,9 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
         )
     spare_dynamo()
     make_task(config)
+    check_extensions(config)
     check_optimizer(config.optim)
+    check_schedule(config.sched)
     if agent.max_nodes > 1:
         # or torchrun keeps one store over restarts, with the addresses of dead ranks; on one node
         # `open_group` steps round them, and the store's port is then never free for others to take

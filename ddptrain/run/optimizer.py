@@ -48,13 +48,21 @@ def build_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     if sharded and node["_target_"] == "torch.optim.Adafactor":
         raise UserError("optim: torch's Adafactor takes no parameters in parts. Use AdamW, or strategy=ddp.")
-    unset = node.get("fused") is None and node.get("foreach") is None
     groups = [_as_torch(group, node) for group in parameter_groups(model, node, weight_decay_on)]
-    # with dampening the first step differs from the others and must not find a buffer
-    fused = unset and not node.get("dampening") and not sparse
-    fused = fused and (not sharded or node["_target_"] in _FUSED_IN_PARTS)
-    fused = fused and all(p.is_floating_point() and is_dense(p) for p in trained)
-    fused = fused and not (node["_target_"] == "torch.optim.SGD" and fused_sgd_is_wrong(trained))
+    sgd = node["_target_"] == "torch.optim.SGD"
+    against = {
+        "dampening": node.get("dampening"),  # its first step differs, and must not find a buffer
+        "sparse gradients": sparse,
+        "parameters in parts": sharded and node["_target_"] not in _FUSED_IN_PARTS,
+        "parameters that are complex, or have gaps in memory": not all(
+            p.is_floating_point() and is_dense(p) for p in trained
+        ),
+        "SGD of bf16 or fp16 parameters on a CPU before torch 2.14": sgd and fused_sgd_is_wrong(trained),
+    }
+    why_not = [what for what, holds in against.items() if holds]
+    if node.get("fused") and why_not and node["_target_"].startswith("torch.optim."):
+        raise UserError(f"optim.fused=true: can't be used with {why_not[0]}. Leave it out.")
+    fused = node.get("fused") is None and node.get("foreach") is None and not why_not
     built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
@@ -70,7 +78,7 @@ def build_optimizer(
             f"optim._target_={node['_target_']}: evaluates the loss several times a step, which this"
             " engine does not; use another optimizer."
         )
-    if isinstance(optimizer, SGD) and fused:
+    if isinstance(optimizer, SGD) and optimizer.defaults.get("fused"):
         _zero_momentum(optimizer)
     return optimizer
 

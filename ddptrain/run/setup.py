@@ -18,6 +18,7 @@ from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Observer
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.rng import seed_pythons
+from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import CAPTURED, COMPILED, Config
@@ -56,7 +57,7 @@ from ddptrain.run.out_of_memory import lack_of_memory
 from ddptrain.run.single_sample import of_a_single_sample
 
 log = logging.getLogger("ddptrain")
-Made = TypeVar("Made", Task, Data, Observer, Controller)
+Made = TypeVar("Made", Task, Data, Strategy, Observer, Controller)
 
 
 @contextmanager
@@ -190,7 +191,7 @@ def _one_download_at_a_time() -> AbstractContextManager[None]:
     return exclusive_lock(Path(tempfile.gettempdir(), f"ddptrain-{os.getuid()}-downloads.lock"))
 
 
-def check_doors(config: Config) -> None:
+def check_extensions(config: Config) -> None:
     """Check the nodes that only training builds: strategy, observers, controllers. All problems at once."""
     problems = check_node(config.strategy, "strategy", offered=("world",))
     gather = config.strategy.get("gather", "fp32")
@@ -247,6 +248,16 @@ def _built(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
     if not isinstance(result, kind):
         raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")
     return result
+
+
+def make_strategy(node: Mapping[str, Any], world: World, compiled: bool = False) -> Strategy:
+    """The strategy of a config's node, for a model that is ``compiled`` or not.
+
+    Raises UserError if it does not fit this world.
+    """
+    strategy = _built(Strategy, node, "strategy", world=world)  # type: ignore[type-abstract]
+    strategy.check(compiled)
+    return strategy
 
 
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:

@@ -58,9 +58,9 @@ from ddptrain.run import setup
 from ddptrain.run.agreement import check_same_data, normalise_as_weights, note_other_data
 from ddptrain.run.assemble import make_step, plan_run
 from ddptrain.run.initial_weights import load_initial_weights
-from ddptrain.run.make_strategy import make_strategy
 from ddptrain.run.optimizer import arguments_of, check_optimizer
 from ddptrain.run.schedule import check_schedule
+from ddptrain.run.setup import make_strategy
 from ddptrain.run.sharded_model import make_sharded_model
 from ddptrain.text import counted, first_few, json_object
 from ddptrain.torch_private import spare_dynamo
@@ -77,7 +77,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
     """
     spare_dynamo()
     task, data = setup.make_task(config)
-    setup.check_doors(config)
+    setup.check_extensions(config)
     observers, controllers = setup.make_observers(config), setup.make_controllers(config)
     check_optimizer(config.optim)
     check_schedule(config.sched)
@@ -197,8 +197,10 @@ def make_train_step(
     sizes = plan.sampler(world).micro_sizes
     log.info("batch      %s", _batch_in_words(plan.batch_size, sizes))
     if (passes := plan.batch_size / data.train_size) > 1:
-        told = "note       train.batch_size=%d: a step takes %.3g epochs, for there are %d training samples"
-        log.warning(told, plan.batch_size, passes, data.train_size)
+        message = (
+            "note       train.batch_size=%d: a step takes %.3g epochs, for there are %d training samples"
+        )
+        log.warning(message, plan.batch_size, passes, data.train_size)
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(sizes)))
     if plan.shards is None:  # shards are the same on any number of ranks
         replicas = world.size * (1 + len(strategy.further_gpus))

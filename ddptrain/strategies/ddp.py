@@ -62,8 +62,6 @@ class Ddp(Strategy):
             self.why_not_captured = "strategy.find_unused_parameters looks on the host"
         elif sync_batchnorm:
             self.why_not_captured = "torch's SyncBatchNorm waits in each layer"
-        elif backend_for(world) != "nccl":
-            self.why_not_captured = "gloo's all-reduce can't be captured; NCCL needs a GPU for each rank"
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
 
@@ -86,7 +84,7 @@ class Ddp(Strategy):
         on_gpu, cap = self.world.device.type == "cuda", self._bucket_cap_mb
         bucket = FlagBucket(model, in_graph=self._find_unused)
         self._flags = Flags(bucket.rank_flags, exact=self._compression == "none")
-        with torch_private.wrapping():
+        with torch_private.sparing_dynamo():
             wrapped = DistributedDataParallel(
                 bucket,
                 device_ids=[self.world.device.index] if on_gpu else None,
@@ -118,6 +116,12 @@ class Ddp(Strategy):
         return _bucket(wrapped).send(self.flags.row(step, stop, loss))
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
+        if self._static_graph and not torch_private.found_static_outputs(_ddp(wrapped)):
+            raise UserError(
+                "strategy.static_graph=true: torch finds no tensor with a gradient in what the model returns,"
+                " and would send no gradients. Return a tensor, or a tuple, list or dict of tensors (no"
+                " dataclass), or set strategy.static_graph=false."
+            )
         return _bucket(wrapped).take()
 
     def warm_up_passes(self, compiled: bool) -> int:

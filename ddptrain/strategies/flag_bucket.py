@@ -81,29 +81,31 @@ class FlagBucket(nn.Module):
         return summed / self._divisor if self._divisor > 1 else summed
 
     def _attach(self, outputs: Any) -> Any:
-        """The same outputs (tuples, lists, dicts, dataclasses of tensors); the first with a graph reaches the
-        flags."""
+        """The same outputs (tuples, lists, dicts, dataclasses of tensors). Each that has a graph reaches the
+        flags: a loss need not use all of them."""
         if isinstance(outputs, Tensor):
             return _Attach.apply(outputs, self.rank_flags, self) if outputs.requires_grad else outputs
         if isinstance(outputs, dict):
-            for name, value in outputs.items():
-                if (attached := self._attach(value)) is not value:
-                    changed = copy.copy(outputs)
-                    changed[name] = attached
-                    return changed
+            parts = dict(outputs)
         elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-            for one in dataclasses.fields(outputs):
-                value = getattr(outputs, one.name)
-                if (attached := self._attach(value)) is not value:
-                    same = copy.copy(outputs)
-                    object.__setattr__(same, one.name, attached)  # it may be frozen
-                    return same
+            parts = {one.name: getattr(outputs, one.name) for one in dataclasses.fields(outputs)}
         elif isinstance(outputs, tuple | list):
-            for i, value in enumerate(outputs):
-                if (attached := self._attach(value)) is not value:
-                    parts = [*outputs[:i], attached, *outputs[i + 1 :]]
-                    return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
-        return outputs
+            parts = dict(enumerate(outputs))
+        else:
+            return outputs
+        changed = {name: part for name, value in parts.items() if (part := self._attach(value)) is not value}
+        if not changed:
+            return outputs
+        if isinstance(outputs, tuple | list):
+            values = (parts | changed).values()
+            return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
+        same = copy.copy(outputs)
+        for name, part in changed.items():
+            if isinstance(same, dict):
+                same[name] = part
+            else:
+                object.__setattr__(same, name, part)  # it may be frozen
+        return same
 
 
 class _Attach(torch.autograd.Function):
@@ -112,7 +114,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, flags: Tensor, bucket: FlagBucket) -> Tensor:
         ctx.bucket = bucket
-        return output.view_as(output)
+        return output.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:

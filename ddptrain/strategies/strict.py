@@ -7,7 +7,7 @@ statistics) are kept.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import final
 
 from torch import Tensor, nn
@@ -47,30 +47,9 @@ class Strict(Strategy):
         self._layers = list(wrapped.modules())
         return wrapped.hidden()
 
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """``last``: of its shard. After a rank's last shard, the sum over all shards is its gradient."""
-        return self._shard(wrapped, last)
-
-    def send_flags(
-        self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        assert isinstance(wrapped, FlagBucket)
-        return wrapped.send(self.flags.row(step, stop, loss))
-
-    def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
-        assert isinstance(wrapped, FlagBucket)
-        return wrapped.take()
-
-    def describe(self) -> str:
-        return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"
-
-    @property
-    def _count(self) -> int:
-        assert self.shards is not None
-        return self.shards
-
     @contextmanager
-    def _shard(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+    def accumulate(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+        """``last``: of its shard. After a rank's last shard, the sum over all shards is its gradient."""
         assert self._sum is not None
         if self._before is None:
             self._before = Snapshot(self._layers)
@@ -89,6 +68,24 @@ class Strict(Strategy):
         self._take_from_first_rank()
         self._sum.finish()
         self._before = self._first = None
+
+    def send_flags(
+        self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        assert isinstance(wrapped, FlagBucket)
+        return wrapped.send(self.flags.row(step, stop, loss))
+
+    def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
+        assert isinstance(wrapped, FlagBucket)
+        return wrapped.take()
+
+    def describe(self) -> str:
+        return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"
+
+    @property
+    def _count(self) -> int:
+        assert self.shards is not None
+        return self.shards
 
     def _take_from_first_rank(self) -> None:
         """Its buffers and extra state. Collectives, the second only of a model that has such state."""

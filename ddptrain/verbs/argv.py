@@ -14,7 +14,7 @@ from ddptrain.verbs.installed import verb_named, verb_names
 
 _SWITCHES = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),)
 INFO = ("--info", "-i")
-_INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _TAKE_A_VALUE = (
     *OURS,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
@@ -83,7 +83,7 @@ def parse(words: Sequence[str]) -> Arguments:
             options.append(f"{name}={value}")
             config_dirs += [Path(value)] if name in CONFIG_DIR else []
         elif name in INFO and not equals:
-            what = rest.pop(0) if rest and rest[0] in _INFO_OF else "all"
+            what = rest.pop(0) if rest and rest[0] in INFO_OF else "all"
             options.append(f"{name}={what}")
         elif name in (*_SWITCHES, *verb_options):
             if equals:

@@ -16,6 +16,7 @@ from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, OURS
 from ddptrain.config.choices import choices, yaml_folders
 from ddptrain.config.schema import Config, Rule
 from ddptrain.text import parse_yaml
+from ddptrain.verbs.argv import INFO_OF
 from ddptrain.verbs.help import OPTIONS
 from ddptrain.verbs.installed import verb_named, verb_names
 
@@ -48,7 +49,7 @@ _OTHER_VALUES = {
     "device": ("auto", "cpu", "cuda", "mps"),
     "run.resume": ("auto", "never"),
     "--cfg": ("job", "hydra", "all"),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--info": INFO_OF,
 }
 Tree = Mapping[str, Any]
 

@@ -27,7 +27,7 @@ def composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
     if (known := tree_to_train(arguments)) is None:
         return None
     tree, overrides = known
-    return complete(tree, arguments), overrides
+    return checked_config(tree, arguments), overrides
 
 
 def tree_to_train(arguments: Arguments) -> tuple[Tree, list[str]] | None:
@@ -67,7 +67,8 @@ def expect_a_recipe(arguments: Arguments) -> None:
         raise UserError(_welcome(arguments))
 
 
-def complete(tree: Tree, arguments: Arguments) -> Config:
+def checked_config(tree: Tree, arguments: Arguments) -> Config:
+    """The checked config of a tree. Raises UserError where it names no recipe, or is wrong."""
     if tree.get("recipe") in (None, "???"):
         raise UserError(_welcome(arguments))
     from ddptrain.config.check import checked
@@ -79,7 +80,10 @@ def expect_no_sweep(arguments: Arguments) -> None:
     """Raise UserError for words that say how a sweep is run."""
     for word in arguments.overrides:
         if word.lstrip("+").startswith("sweep."):
-            raise UserError(f"{word}: is for --multirun with its own launcher; here it would do nothing.")
+            raise UserError(
+                f"{word}: says how a sweep is run: it needs --multirun without hydra/launcher; here it would"
+                " do nothing."
+            )
 
 
 def own_options(arguments: Arguments) -> list[str]:

@@ -25,7 +25,7 @@ from ddptrain.version import __version__
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
 _WAIT_FOR_FIRST_ON_NODE_S = 5.0
-"""Longer than that, for the first rank of a node to end its others."""
+"""Added for the other ranks of a node: its first one prints earlier, and its exit makes torchrun end them."""
 _BY_SIGPIPE = 141
 """What a shell says of a program that ended so."""
 

@@ -13,7 +13,7 @@ from ddptrain.keys import key_of
 from ddptrain.tools.sweep.hydra_sweep import launching
 from ddptrain.tools.sweep.run import SweepPoint, SweepRunner
 from ddptrain.verbs.argv import INFO
-from ddptrain.verbs.composing import complete, expect_no_sweep, own_options
+from ddptrain.verbs.composing import checked_config, expect_no_sweep, own_options
 
 _HAVE_FOLDERS = (
     "the jobs of a sweep have folders of their own, below sweep.dir, and go on there; leave it out."
@@ -27,7 +27,7 @@ def multirun(arguments: Arguments) -> int:
     program = hashlib.sha256(b"".join(programs)).hexdigest() if programs else ""
 
     def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
-        config = complete(tree, arguments)
+        config = checked_config(tree, arguments)
         if config.run.resume != "auto":
             raise UserError(f"run.resume={config.run.resume}: {_HAVE_FOLDERS}")
         own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
@@ -35,7 +35,7 @@ def multirun(arguments: Arguments) -> int:
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs, arguments.trusted)  # in a process of its making
-        config = complete(tree, arguments)
+        config = checked_config(tree, arguments)
         from ddptrain.run import train
 
         train.run(config, [*own_options(arguments), *overrides])

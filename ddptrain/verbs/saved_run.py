@@ -21,7 +21,7 @@ _OF_WEIGHTS = ("ema", "init")
 
 def read_run(arguments: Arguments) -> tuple[Config, Path, str]:
     """The config of the run that ``run=`` names, under the overrides; its folder; the checkpoint's name."""
-    return _read_run(arguments, _is_of_a_run)[:3]
+    return _read_run(arguments, lambda name: name in OF_A_RUN)[:3]
 
 
 def read_run_with_settings(
@@ -39,10 +39,6 @@ def read_run_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
     arguments = parse(["evaluate", *words])
     with resolvers_restored():
         return read_run(arguments)
-
-
-def _is_of_a_run(name: str) -> bool:
-    return name in OF_A_RUN
 
 
 def _read_run(

@@ -6,7 +6,7 @@ from pathlib import Path
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.verbs.argv import split_words
-from ddptrain.verbs.composing import complete, is_no_key, recorded, tree_to_train
+from ddptrain.verbs.composing import checked_config, is_no_key, recorded, tree_to_train
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -30,7 +30,7 @@ def write(arguments: Arguments) -> int:
     if not settings.get("out"):
         raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
     out = Path(settings.pop("out"))
-    config = complete(composed[0], arguments)
+    config = checked_config(composed[0], arguments)
     from ddptrain.run import write
 
     with recorded():

@@ -28,6 +28,8 @@ _RECTANGLES = 12
 """On the example picture."""
 _TIE = 1e-5
 """Scores that differ by less are equal but for rounding."""
+_PARTNERS = 1e-3
+"""Boxes of the two lists that differ by less, in shares, are one answer."""
 _MOST_SORTED = 3840
 """TensorRT sorts no more (TopK's limit, NVIDIA/TensorRT issue 4244)."""
 
@@ -81,14 +83,14 @@ class _Validation(Validation):
 
     def pictures(self, batch: Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The model's boxes in green, the file's in orange."""
-        drawn = []
+        pictures = []
         for image, model, file in zip(
             batch.images, self._detections(ours), self._detections(theirs), strict=True
         ):
             pixels = (image * 255).round().to(torch.uint8)
             true = model.boxes[model.scores >= SCORE]
-            drawn.append(annotated(pixels, file.where(file.scores >= SCORE), self._classes, true))
-        return drawn
+            pictures.append(annotated(pixels, file.where(file.scores >= SCORE), self._classes, true))
+        return pictures
 
     def _detections(self, outputs: Sequence[Tensor]) -> list[Detections]:
         if len(outputs) == 1:
@@ -167,24 +169,22 @@ def difference_of_lists(ours: Tensor, theirs: Tensor, least_score: float) -> flo
     coordinate and of score; infinite where one has none.
 
     Rounding decides the order of (nearly) equal scores, and with it which of two doubles stays, and which
-    scores reach the least one: boxes with a rival in score, or at the list's end, need no partner. None where
-    no box is listed, so that nothing was compared.
+    scores reach the least one: boxes with a rival in score, or at the list's end, count where they have a
+    partner, and need none. None where no box counts, so that nothing was compared.
     """
-    if not (ours[..., 4] > 0).any() and not (theirs[..., 4] > 0).any():
-        return None
     scale = ours.new_tensor([*[float(ours[..., :4].abs().max().clamp(min=1))] * 4, 1.0, 1e-9])
-    largest = 0.0
+    differences: list[float] = []
     for one, other in zip(ours, theirs, strict=True):
         both = [rows[rows[:, 4] > 0] / scale for rows in (one, other)]
         scores = torch.cat(both)[:, 4]
         for rows, others in (both, both[::-1]):
-            apart = torch.cdist(rows, others, p=torch.inf)
+            apart = (rows[:, None] - others).abs().amax(2)  # cdist passes over NaN
             nearest = apart.amin(1) if len(others) else apart.new_full((len(rows),), torch.inf)
             tied = ((rows[:, None, 4] - scores).abs() < _TIE).sum(1) > 2  # itself, its partner, a rival
             lowest = float(rows[-1, 4]) if len(rows) == ours.shape[1] else least_score
             last = rows[:, 4] < lowest + _TIE
-            largest = max(largest, *nearest[~(tied | last)].tolist(), 0.0)
-    return largest
+            differences += nearest[~(tied | last) | (nearest < _PARTNERS)].tolist()
+    return float(torch.tensor(differences).max()) if differences else None  # so does Python's max
 
 
 def _example(batch: int, side: int) -> Tensor:

@@ -57,8 +57,8 @@ def predicted(
         for i, batch in enumerate(data.batches_of(scenes)):
             [detected] = detect(batch.images)
             detected, masks = on_picture(detected, batch.placed.of(0), scenes.sizes[i].tolist())
-            drawn = annotated(scenes.image(i), detected, data.classes, masks=masks)
-            _write_picture(out / "pictures" / names[i].with_suffix(".png"), drawn)
+            picture = annotated(scenes.image(i), detected, data.classes, masks=masks)
+            _write_picture(out / "pictures" / names[i].with_suffix(".png"), picture)
             _write_labels(out / "labels" / names[i].with_suffix(".txt"), detected, scenes.sizes[i])
             per_picture.append((detected, masks if data.masks else None))
             summary = ", ".join(_counts(detected, data.classes)) or "nothing"
@@ -66,7 +66,7 @@ def predicted(
     finally:  # also where a picture can't be decoded: of those before it
         content = json.dumps(_as_json(scenes, per_picture, data.classes))
         (out / "predictions.json").write_text(content, encoding="utf-8")
-    yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
+    yield f"{out}: pictures, labels and predictions.json for {len(files)} picture{'s' * (len(files) > 1)}"
 
 
 def on_picture(seen: Detections, placed: Letterbox, size: Sequence[int]) -> tuple[Detections, list[bytes]]:
@@ -91,11 +91,11 @@ def _counts(detected: Detections, classes: Sequence[str]) -> Iterator[str]:
     return (f"{count} {name}" for name, count in zip(classes, counts, strict=True) if count)
 
 
-def _write_picture(file: Path, drawn: Tensor) -> None:
+def _write_picture(file: Path, picture: Tensor) -> None:
     from torchvision.transforms.v2.functional import to_pil_image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    to_pil_image(drawn).save(file)
+    to_pil_image(picture).save(file)
 
 
 def _write_labels(file: Path, detected: Detections, size: Tensor) -> None:

@@ -114,15 +114,15 @@ class Reports:
 
     def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:
         """Validation pictures with what is on them and what the model sees there."""
-        drawn: list[Tensor] = []
+        pictures: list[Tensor] = []
         for batch in self._data.valid_batches(chunks):
             answers = self._detect(model, batch.images, SCORE)
             judged = []
             for i, detected in enumerate(answers):
                 rows = self._clipped(_rows(batch, i, detected).cpu())
                 judged.append(matched_on(self._data.valid, int(batch.ids[i]), rows))
-            drawn += compared(batch, answers, judged, self._data.classes)
-        return make_sheet(drawn)
+            pictures += compared(batch, answers, judged, self._data.classes)
+        return make_sheet(pictures)
 
     def _clipped(self, rows: Tensor) -> Tensor:
         """Detections within their pictures."""

@@ -10,6 +10,7 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torchvision.transforms.v2 import functional
 
 from ddptrain.api import UserError
 from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.pictures import ENDINGS as PICTURES
 from ddptrain.data.pictures import claim
 from ddptrain.recipes.detection.detections import Detections, without_doubles
 from ddptrain.recipes.detection.draw import annotated
@@ -38,15 +40,19 @@ _LEAST_TRACKED = 0.1
 _ONE_OBJECT = 0.7
 """IoU above which boxes of two classes are those of one object."""
 _NO_TRACK = -1
-_KEPT_FRAMES = 30
-"""At 30 frames a second, for which a track that is not seen is kept, in the library's count; but for two
-frames at least."""
+_KEPT_S = 1.0
+"""For which a track that is not seen is kept; but for two frames at least."""
+_GAP = 0.9
+"""Of that time, counted for a longer gap between two frames: a stream that stalls ends no track that was seen
+in the frame before."""
 
 Track = Literal["none", "bytetrack"]
 
 
 def names_video(source: str) -> bool:
-    """Whether it names a video and not pictures."""
+    """Whether it names a video and not pictures. Raises UserError for a picture's address."""
+    if "://" in source and Path(urlsplit(source).path).suffix.lower() in PICTURES:
+        raise UserError(f"source={source}: is a picture elsewhere. Download it and name the file.")
     if "://" in source or source.startswith("/dev/video"):
         return True
     if source == "camera":
@@ -151,8 +157,8 @@ def _frames(source: str) -> Iterator[_Frame]:
             if stream.duration and stream.time_base:
                 length = float(stream.duration * stream.time_base)
             if elapsed + max(1.0, 2 / float(rate)) < length:
-                told = "note       source=%s: ends after %.1f of %.1f s; is it cut?"
-                log.warning(told, source, elapsed, length)
+                message = "note       source=%s: ends after %.1f of %.1f s; is it cut?"
+                log.warning(message, source, elapsed, length)
     except (av.error.FFmpegError, OSError) as error:
         if count == 0:
             raise UserError(f"source={source}: can't be read as a video ({error.strerror}).") from error
@@ -208,13 +214,17 @@ class _Tracks:
             from trackers import ByteTrackTracker
         except ImportError as error:
             raise UserError(f"track=bytetrack: needs {error.name}: pip install 'ddptrain[video]'") from error
+        kept_s = max(_KEPT_S, 2 / float(rate))
         self._tracker = ByteTrackTracker(
             frame_rate=float(rate),
             track_activation_threshold=least_score,
             high_conf_det_threshold=least_score,
-            lost_track_buffer=max(_KEPT_FRAMES, math.ceil(2 * _KEPT_FRAMES / rate)),
+            lost_track_buffer=math.ceil(kept_s * 30),  # the library counts in frames of 30 a second
         )
         self._least_score = least_score
+        self._longest_gap = _GAP * kept_s
+        self._before = self._clock = 0.0
+        """When the last frame was, and when by the tracker's clock."""
 
     def update(self, detected: Detections, at: float) -> tuple[Detections, list[int]]:
         """Those of a frame, ``at`` so many seconds, that are sure enough or have a track, and each one's
@@ -228,7 +238,9 @@ class _Tracks:
         given = supervision.Detections(
             xyxy=single.boxes.numpy(), confidence=single.scores.numpy(), class_id=single.labels.numpy()
         )
-        tracked = self._tracker.update(given, timestamp=at)
+        self._clock += min(at - self._before, self._longest_gap)
+        self._before = at
+        tracked = self._tracker.update(given, timestamp=self._clock)
         if not len(tracked):
             return detected.where(slice(0)), []
         all_of = Detections(*map(torch.from_numpy, (tracked.xyxy, tracked.confidence, tracked.class_id)))

@@ -42,7 +42,7 @@ SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 observers=[con
         ),
         ("model.widht=3", ["model.widht: ", "Did you mean model.width"]),
         ("model.cell=gru", ["model.cell: there is no such key. model=recurrent has it"]),
-        ("data.source.path=x.txt", ["data.source.path: there is no such key. data=", ", data=text, "]),
+        ("data.source.path=x.txt", ["data.source.path: there is no such key. data=", ", data=text have it"]),
     ],
 )
 def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: list[str]) -> None:

@@ -173,6 +173,16 @@ LINES = {
     "launch recipe=nothing": "nothing",
     "bench recipe=cnn_digits ranks=2 train.epocs=1": "train.epocs",
     "recipe=cnn_digits observers=[console] +observers=jsonl": "+observers=jsonl: does not go with",
+    "recipe=cnn_digits ~strategy strategy=fsdp": "strategy=fsdp: does not go with ~strategy",
+    "recipe=cnn_digits +optim.maximize=true freeze.x=1": "freeze.x=1: freeze is a list",
+    "recipe=cnn_digits --multirun freeze.x=1 seed=1,2": "freeze.x=1: freeze is a list",
+    "recipe=cnn_digits freeze.x=1": "freeze.x=1: freeze is a list; give all of it: freeze=[...]",
+    "recipe=cnn_digits train.recompute.blocks=true": "train.recompute.blocks=true: train.recompute is a list",
+    "recipe=cnn_digits init.skip.fc=true": "init.skip.fc=true: init.skip is a list",
+    "evaluate run=saved +freeze.x=1": "+freeze.x=1: freeze is a list; give all of it: freeze=[...]",
+    "evaluate run=saved +freeze.0=a": "freeze is a list",
+    "recipe=cnn_digits --multirun hydra/launcher=null seed=1,2": "hydra/launcher=<name>",
+    "recipe=cnn_digits --multirun hydra/launcher=5 seed=1,2": "hydra/launcher=<name>",
     "recipe=cnn_digits --package optim": "--package: says what --cfg shows",
     "recipe=cnn_digits --cfg=job --resolve": "--resolve: is for --cfg hydra",
     "recipe=cnn_digits --cfg=jobs": "--cfg jobs: must be one of job, hydra, all.",
@@ -257,7 +267,12 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     """All of them, one after the other, each in a fork of one process that has no torch."""
     folder = tmp_path_factory.mktemp("words")
     (folder / "file").write_text("no folder")
-    configs = {"saved": "recipe: cnn_digits\n", "broken": "a: [", "list": "- a", "old": "nothing_known: 1\n"}
+    configs = {
+        "saved": "recipe: cnn_digits\nfreeze: []\n",
+        "broken": "a: [",
+        "list": "- a",
+        "old": "nothing_known: 1\n",
+    }
     for name, text in configs.items():
         (folder / name).mkdir()
         (folder / name / "config.yaml").write_text(text)

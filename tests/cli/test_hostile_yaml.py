@@ -110,6 +110,20 @@ def test_a_recipe_reads_no_secrets(place: Place, leak: str) -> None:
     assert "run.resume" in place.refused(EVIL)
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ("train: {epoch: 2}", "train.epoch: there is no such key. Did you mean train.epochs?"),
+        ("sede: 3", "sede: there is no such key. Did you mean seed?"),
+    ],
+)
+def test_a_mistyped_key_of_a_recipe_is_told_what_it_may_have_meant(
+    place: Place, sections: str, said: str
+) -> None:
+    place.recipe(RECIPE + sections)
+    assert said in place.refused(EVIL)
+
+
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_saved_config_reads_no_secrets(place: Place, leak: str) -> None:
     run = place.run_of({"run": {"resume": leak}})

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddptrain.config.instantiate import build, check_node, open_package
+from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.search_path import open_user_code
-from ddptrain.config.targets import packages_restored, resolve
+from ddptrain.config.targets import open_package, packages_restored, resolve
 from ddptrain.data.images.augment import Augment
 from ddptrain.errors import UserError
 from ddptrain.recipes.cnn import SmallCnn

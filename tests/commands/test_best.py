@@ -13,8 +13,8 @@ from toy import auto, lr_schedule
 from verbs import train_on
 
 from ddptrain.config.check import checked
-from ddptrain.config.instantiate import open_package
 from ddptrain.config.schema import Config
+from ddptrain.config.targets import open_package
 from ddptrain.engine.saved_checkpoint import read, unpack
 
 open_package("stateful")  # configs may name what is there
@@ -72,9 +72,11 @@ def test_an_export_replaces_nothing_but_an_earlier_one_in_the_run_folder(
     assert f"{tmp_path / mine}" in refused.err
     assert "exists already, and nothing is overwritten" in refused.err
     assert (tmp_path / mine).read_text() == "keep"
-    (folder / "run/model.pt2").write_text("of an earlier one")
+    for name in ("model.pt2", "model.pt2.png"):
+        (folder / "run" / name).write_text("of an earlier one")
     asked(folder, "export run=run format=pt2")
     assert torch.export.load(folder / "run/model.pt2").state_dict
+    assert not (folder / "run/model.pt2.png").exists(), "this one shows another file"
 
 
 def test_before_there_is_a_best_it_is_the_last(folder: Path, tmp_path: Path) -> None:

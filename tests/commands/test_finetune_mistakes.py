@@ -43,7 +43,7 @@ MISTAKES = {
     f"{FOLDER}torn": "torn/cat/0.png: can't be read as an image",
     f"{FOLDER}fake": "fake/cat/0.png: can't be read as an image",
     f"{FOLDER}deep": "deep/cat/0.png: has 32 bits a pixel",
-    f"{FOLDER}good data.source.cache=good/packed": "data.source.cache=good/packed: lies in data.root",
+    f"{FOLDER}good augment=none data.source.cache=good/a": "data.source.cache=good/a: lies in data.root",
     f"{FOLDER}good data.source.resize=8": "data.source.resize=8: must be data.source.size=16 or more",
     f"{FOLDER}good data.source.size=0": "data.source.size=0: must be 1 pixel or more",
     # weights

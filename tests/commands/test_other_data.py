@@ -60,7 +60,7 @@ def test_other_classes_are_refused(folder: Path, other: str, said: str) -> None:
     told = refusal(folder, f"evaluate run=run {STREAM} data.source.url={other}", **ONE_THREAD)
     assert said in told
     resumed = f"{SMALL} data.source.url={other} run.resume=run/checkpoints/step-3 run.dir=new train.steps=4"
-    assert "was saved while training on other files" in refusal(folder, resumed, **ONE_THREAD)
+    assert "was saved while training on other samples" in refusal(folder, resumed, **ONE_THREAD)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -288,7 +288,7 @@ def test_characters_keep_their_meaning(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "c" in answer.out
     assert "z" not in answer.out
-    assert "was saved while training on other files" in refusal(tmp_path, f"{words} train.steps=20")
+    assert "was saved while training on other samples" in refusal(tmp_path, f"{words} train.steps=20")
 
 
 @pytest.mark.long

@@ -151,7 +151,7 @@ shares = st.sampled_from([0.0, 0.3, 0.5])
 
 def drawn(seed: int) -> BoxDraws:
     random.seed(seed)
-    return BoxDraws.drawn()
+    return BoxDraws.draw()
 
 
 def applied(
@@ -347,9 +347,26 @@ def test_pasted_objects_hide_little_and_nothing_else_changes(own: Tensor, its: T
             still_seen[:, y1:y2, x1:x2] = 0
             pasted.append(other.masks[i])
     assert torch.equal(pixels, expected)
-    assert torch.equal(masks, torch.stack([*still_seen, *pasted]) if names else one.masks)
-    assert boxes.tolist() == there
-    assert labels.tolist() == names
+    all_masks = [*still_seen, *pasted]
+    seen = [i for i, mask in enumerate(all_masks) if mask.any()]
+    assert [mask.tolist() for mask in masks] == [all_masks[i].tolist() for i in seen]
+    assert boxes.tolist() == [there[i] for i in seen]
+    assert labels.tolist() == [names[i] for i in seen]
+
+
+def test_an_object_of_which_no_pixel_is_left_is_left_out() -> None:
+    """A ladder across its box: a cut or a paste may leave a part of the box that it does not cross."""
+    ladder = torch.eye(SIDE, dtype=torch.uint8)[None]
+    whole = torch.tensor([[0.0, 0.0, SIDE, SIDE]])
+    pixels = torch.zeros(3, SIDE, SIDE, dtype=torch.uint8)
+    image = BoxedImage(pixels, whole, torch.tensor([7]), ladder)
+    augment = DetectionAugment(**PLAIN | {"keep": 0.0})
+    shown = [augment.apply([image] * 4, drawn(i), SIDE) for i in range(30)]
+    for sample in shown:
+        assert sample.masks is not None
+        assert len(sample.boxes) == len(sample.labels) == len(sample.masks)
+        assert sample.masks.flatten(1).any(1).all()
+    assert any(len(sample.boxes) < 4 for sample in shown)
 
 
 def test_colours_turn_saturate_and_scale() -> None:

@@ -353,7 +353,7 @@ def test_a_changed_validation_part_is_refused_on_a_resume_and_told_in_an_evaluat
         assert done.code == 0, done.err
         return
     said = refusal(tmp_path, f"{OF_FOLDER} train.steps=3", **ONE_THREAD)
-    assert "was saved while training on other files" in said
+    assert "was saved while training on other samples" in said
     assert "Use the same for training and for validation, or start a new run" in said
 
 
@@ -365,7 +365,7 @@ def test_another_stream_for_validation_is_refused_on_a_resume(tmp_path: Path) ->
     done = ddptrain(tmp_path, f"{words}=one train.steps=2", **ONE_THREAD)
     assert done.code == 0, done.err
     said = refusal(tmp_path, f"{words}=two train.steps=3", **ONE_THREAD)
-    assert "was saved while training on other files" in said
+    assert "was saved while training on other samples" in said
 
 
 def test_a_prepared_stream_differs_in_its_validation_part(tmp_path: Path) -> None:

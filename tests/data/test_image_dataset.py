@@ -20,7 +20,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.instantiate import build, check_node, open_package
+from ddptrain.config.instantiate import build, check_node
+from ddptrain.config.targets import open_package
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.dataset import DatasetImages
 from ddptrain.data.images.folder import ImageFolder
@@ -174,6 +175,8 @@ def test_a_random_transform_of_its_own_is_refused(folder: Path) -> None:
         UserError, match=r"data\.source\.dataset: Turned draws random numbers .* data=dataset"
     ):
         DatasetImages(Turned(folder, "Pillow")).open(folder)
+    with pytest.raises(UserError, match=r"data\.source\.valid: Turned draws random numbers"):
+        DatasetImages(Pictures(folder, "Pillow"), Turned(folder, "Pillow")).open(folder)
 
 
 def test_labels_of_a_column_are_had_without_decoding_the_pictures(folder: Path) -> None:

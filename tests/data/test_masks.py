@@ -257,15 +257,16 @@ def test_what_the_names_tell_is_refused_before_training(
     assert refused.value.everywhere
 
 
-def grey_png(file: Path, width: int, height: int, bits: int) -> None:
-    """All pixels at its top level, which is 255 of a picture; Pillow itself writes none of so few bits."""
+def grey_png(file: Path, width: int, height: int, bits: int, pixels: bool = True) -> None:
+    """All pixels at its top level, which is 255 of a picture; Pillow itself writes none of so few bits, and
+    none without pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     head = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
     rows = (b"\0" + b"\xff" * (width * bits // 8)) * height
-    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    chunks = [(b"IHDR", head), *[(b"IDAT", zlib.compress(rows))] * pixels, (b"IEND", b"")]
     file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in chunks))
 
 
@@ -312,6 +313,8 @@ FOUND: list[tuple[Callable[[Path], Any], str]] = [
      r"masks/005\.png: has grey pixels of less than 8 bits"),
     (lambda root: grey_png(root / "train/masks/005.png", 64, 59, bits=4),
      r"masks/005\.png: has grey pixels of less than 8 bits"),
+    (lambda root: grey_png(root / "train/masks/005.png", 64, 59, 8, pixels=False),
+     r"masks/005\.png: can't be read"),
     (lambda root: (root / "train/masks/005.png").write_bytes(b"none"),
      r"masks/005\.png: can't be read as an image"),
     (lambda root: (root / "train/images/005.png").write_bytes(b"none"),

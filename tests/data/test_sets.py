@@ -42,7 +42,7 @@ def test_shapes_follow_from_the_seed_alone() -> None:
 @pytest.mark.parametrize("n", [1, 7, 201])
 def test_scenes_are_the_same_however_many_there_are(n: int) -> None:
     few, more = (DrawnScenes(count, 1, 64, masks=True).open(NOWHERE).train for count in (n, 210))
-    for i, (one, other) in enumerate(zip(few.objects, more.objects[:n], strict=True)):
+    for i, (one, other) in enumerate(zip(few.objects, more.objects, strict=False)):
         assert torch.equal(few.image(i), more.image(i))
         assert torch.equal(one.boxes, other.boxes)
         assert torch.equal(one.labels, other.labels)

@@ -68,14 +68,14 @@ def last_block(answer: Answer) -> Fault:
         (last_block(Answer(404)), r"chunk-0-5\.bin: is not there \(404\)"),
         pytest.param(
             last_block(Answer(500)),
-            r"chunk-0-5\.bin: was not to be had for 2 seconds \(500 Internal Server Error",
+            r"chunk-0-5\.bin: was not available for 2 seconds \(500 Internal Server Error",
             marks=pytest.mark.faults,
         ),
         (last_block(Answer(400, EXPIRED)), r"chunk-0-5\.bin: the store refuses it \(ExpiredToken\).*expired"),
         (last_block(Answer(body=b"changed")), r"chunk-0-5\.bin: it has 7 bytes.*Write the set anew"),
         pytest.param(
             last_block(Answer(cut=100)),
-            r"chunk-0-5\.bin: was not to be had for 2 seconds",
+            r"chunk-0-5\.bin: was not available for 2 seconds",
             marks=pytest.mark.faults,
         ),
         (lambda path, number: Answer(403), r"ddptrain\.json: the store refuses it"),
@@ -119,7 +119,7 @@ def test_a_store_that_is_not_there_is_told_in_a_line(
             store.read("ddptrain.json")
         rude.shutdown()
     message = str(found.value)
-    assert message.startswith(f"{url}/ddptrain.json: was not to be had for 0 seconds (")
+    assert message.startswith(f"{url}/ddptrain.json: was not available for 0 seconds (")
     assert f"{said})" in message
     assert len(message) < 250
 

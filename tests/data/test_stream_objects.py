@@ -16,7 +16,11 @@ from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
+from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.masks import StreamMasks
+from ddptrain.data.stream.text import StreamText
+from ddptrain.data.text.corpus import TextFiles
+from ddptrain.data.text.data import TextData
 from ddptrain.errors import UserError
 
 
@@ -89,6 +93,7 @@ def test_masks_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_each_kind_says_where_the_others_belong(drawn: DrawnScenes, tmp_path: Path) -> None:
+    """Another program's set, which knows no kind, among them."""
     list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream"))
     classes = image_data(ImageFolder(8), in_folders(tmp_path / "folders", TRAINED, TRAINED))
     list(classes.write(tmp_path / "classes", "stream"))
@@ -99,3 +104,13 @@ def test_each_kind_says_where_the_others_belong(drawn: DrawnScenes, tmp_path: Pa
         mixed.open(tmp_path)
     with pytest.raises(UserError, match="holds a set of boxes, not of masks"):
         MaskData(source=StreamMasks(str(tmp_path / "set"), cache=str(tmp_path / "c"))).prepare(World(), 0)
+    (tmp_path / "text").write_text("a few words\n" * 400)
+    list(TextData(TextFiles(str(tmp_path / "text"))).write(tmp_path / "tokens"))
+    tokens = TextData(StreamText(str(tmp_path / "tokens"), str(index.parent), str(tmp_path / "c")))
+    with pytest.raises(UserError, match=r"valid_url=.*valid: holds a set of another program, not of tokens"):
+        tokens.prepare(World(), 0)
+    for other in ("set", "tokens"):
+        images = StreamImages(str(index.parent), str(tmp_path / other), 2, cache=str(tmp_path / "c"))
+        images.fetch(tmp_path)
+        with pytest.raises(UserError, match=rf"valid_url=.*{other}: holds a set of .*, not of classes"):
+            images.open(tmp_path)

@@ -289,7 +289,7 @@ def test_it_says_what_can_t_be(
     with pytest.raises(UserError, match=r"data\.source\.cache_gb=3e-05: data\.order=streams .* 6 places"):
         data.train_batches(Sampler(data.train_size, 6, 5), range(3))
     small = written(texts, tmp_path / "small", 0.00003)
-    with pytest.raises(UserError, match=r"data\.window=16: the set has a block of less tokens"):
+    with pytest.raises(UserError, match=r"data\.window=16: a block of the set has fewer tokens"):
         streamed(small, None)
     for name, said in (
         (tmp_path / "none", "can't be read"),
@@ -317,7 +317,7 @@ def test_lines_longer_than_a_block(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(tmp_path / "texts", tmp_path / "tokenizer.json")
     out = written(tmp_path / "texts", tmp_path / "set", 0.006, tokenizer)
     assert tokens_of(trained(streamed(out, None), range(3))).numel() > 0
-    with pytest.raises(UserError, match="holds a set of tokens; use data=stream_text"):
+    with pytest.raises(UserError, match=r"holds a set of tokens, not of classes\. Use data=stream_text"):
         StreamImages(str(out)).open(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Text as data: which files, which tokens, which windows; made once, mapped, and put together again."""
 
+import json
 import os
 import random
 import sysconfig
@@ -258,6 +259,19 @@ def test_token_files_that_are_cut_short_are_refused(tmp_path: Path) -> None:
     os.truncate(folder / "train", 5)
     with pytest.raises(UserError, match="its token files are cut short"):
         opened(tmp_path / "text", tmp_path / "data", window=4)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"alphabet": [[]]}, {"alphabet": False}, {"documents": [1]}, {"documents": ["1", 1]}, {"sha256": None}],
+)
+def test_token_files_with_damaged_facts_are_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    (tmp_path / "text").write_text("one two three\n" * 20)
+    write_tokens(tmp_path / "tokens", TextFiles(str(tmp_path / "text")).corpus(), "bytes")
+    about = tmp_path / "tokens/about.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | facts))
+    with pytest.raises(UserError, match=r"its about\.json is damaged"):
+        open_tokens(tmp_path / "tokens")
 
 
 def test_of_two_jobs_one_writes_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:

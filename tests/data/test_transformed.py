@@ -162,7 +162,7 @@ def test_a_partner_is_augmented_as_it_is_as_a_sample_of_its_own(mix: Mix) -> Non
     assert targets.dtype == torch.float32
     assert targets.shape == (50, 10)
     for i in range(50):
-        mixture = mix.drawn(SEED, 3, i, range(50), 32, 32)
+        mixture = mix.mixture(SEED, 3, i, range(50), 32, 32)
         assert torch.equal(found[i], mixed_pixels(images[i], images[mixture.partner], mixture))
         row = torch.zeros(10)
         row[labels[i]] += mixture.share

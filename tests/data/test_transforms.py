@@ -133,7 +133,7 @@ def test_rectangles_lie_in_pictures_of_any_size(
     assert 0 <= box.top <= box.top + box.height <= height
     assert 0 <= box.left <= box.left + box.width <= width
     assert resized(picture(height, width), box, (7, 5)).shape == (3, 7, 5)
-    drawn = Mix(0, 1).drawn(0, 0, sample, range(sample, sample + 9), height, width)
+    drawn = Mix(0, 1).mixture(0, 0, sample, range(sample, sample + 9), height, width)
     left, top, right, bottom = drawn.box or (0, 0, 0, 0)
     assert 0 <= left <= right <= width
     assert 0 <= top <= bottom <= height
@@ -141,28 +141,28 @@ def test_rectangles_lie_in_pictures_of_any_size(
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_mixing_is_drawn_as_torchvision_draws_it(alpha: float) -> None:
-    up = [Mix(alpha, 0).drawn(3, 1, i, range(COUNT), 20, 30) for i in range(COUNT)]
+    up = [Mix(alpha, 0).mixture(3, 1, i, range(COUNT), 20, 30) for i in range(COUNT)]
     theirs = of_torchvision(v2.MixUp(alpha=alpha, num_classes=2), 20, 30)
     assert_same_distribution([mixture.share for mixture in up], [drawn["lam"] for drawn in theirs])
-    cut = [Mix(0, alpha).drawn(3, 1, i, range(COUNT), 20, 30) for i in range(COUNT)]
+    cut = [Mix(0, alpha).mixture(3, 1, i, range(COUNT), 20, 30) for i in range(COUNT)]
     theirs = of_torchvision(v2.CutMix(alpha=alpha, num_classes=2), 20, 30)
     assert_same_distribution([mixture.share for mixture in cut], [drawn["lam_adjusted"] for drawn in theirs])
     for side in range(4):
         assert_same_distribution(
             [mixture.box[side] for mixture in cut if mixture.box], [drawn["box"][side] for drawn in theirs]
         )
-    both = [Mix(alpha, alpha).drawn(3, 1, i, range(COUNT), 20, 30) for i in range(COUNT)]
+    both = [Mix(alpha, alpha).mixture(3, 1, i, range(COUNT), 20, 30) for i in range(COUNT)]
     assert abs(sum(mixture.box is None for mixture in both) / COUNT - 0.5) < 0.03
 
 
 def test_a_partner_is_any_other_sample() -> None:
-    partners = [Mix().drawn(0, 0, i % 9, range(9), 8, 8).partner - i % 9 for i in range(9)]
+    partners = [Mix().mixture(0, 0, i % 9, range(9), 8, 8).partner - i % 9 for i in range(9)]
     assert 0 not in partners
-    found = torch.tensor([Mix().drawn(0, epoch, 4, range(9), 8, 8).partner for epoch in range(8000)])
+    found = torch.tensor([Mix().mixture(0, epoch, 4, range(9), 8, 8).partner for epoch in range(8000)])
     counts = torch.bincount(found, minlength=9)
     assert counts[4] == 0
     assert (counts[counts > 0] - 1000).abs().max() < 150
-    assert Mix().drawn(0, 0, 0, range(1), 8, 8).partner == 0  # there is no other
+    assert Mix().mixture(0, 0, 0, range(1), 8, 8).partner == 0  # there is no other
 
 
 @settings(deadline=None, max_examples=100)
@@ -187,7 +187,7 @@ def test_mixed_pixels_are_torchvisions_rounded_and_what_is_unseen_may_be_left_ou
 def test_cut_pixels_are_torchvisions() -> None:
     own, other = picture(20, 30), picture(20, 30, seed=1)
     for i in range(200):
-        mixture = Mix(0, 1).drawn(0, 0, i, range(50), 20, 30)
+        mixture = Mix(0, 1).mixture(0, 0, i, range(50), 20, 30)
         params = {"box": mixture.box, "labels": torch.zeros(2), "batch_size": 2}
         reference = v2.CutMix(num_classes=2).transform(torch.stack([own, other]), params)[0]
         found = mixed_pixels(own.permute(1, 2, 0), other.permute(1, 2, 0), mixture).permute(2, 0, 1)

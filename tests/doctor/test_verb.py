@@ -134,8 +134,8 @@ def test_training_asks_the_driver_only_where_files_show_no_problem(monkeypatch: 
     monkeypatch.setattr(examine, "collect", answer)
     assert examine.why_no_cuda() == (
         "CUDA 13.2, which this PyTorch brings, needs a driver of version 580 or later.",
-        "Update the driver to 580 or later (sudo ubuntu-drivers install, or sudo dnf update; for a container"
-        " on its host), and reboot.",
+        "Remedy: update the driver to 580 or later (sudo ubuntu-drivers install, or sudo dnf update; for a"
+        " container on its host), and reboot.",
     )
     nodes = dataclasses.replace(nodes, device_nodes=())
     assert "no GPU in this machine" in examine.why_no_cuda()[0]

@@ -18,7 +18,7 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 from ddptrain.testing import run_ranks
 
 BATCH = 90

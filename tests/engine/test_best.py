@@ -31,7 +31,7 @@ def test_of_equal_ones_the_lower_loss_else_the_later(tmp_path_factory: object) -
                 state.best, state.best_step, state.best_loss = None, 0, 0.0
                 state.load_state_dict(kept, "test")
             state.step = step
-            state.improves({"accuracy": value, "loss": loss}, "accuracy", higher)
+            state.record_if_best({"accuracy": value, "loss": loss}, "accuracy", higher)
 
         def order(step: int) -> tuple[float, float, int]:
             value, loss = evaluations[step]
@@ -52,5 +52,5 @@ def test_without_a_loss_the_later(tmp_path_factory: object) -> None:
     state.best = None
     for step in range(3):
         state.step = step
-        assert state.improves({"accuracy": 0.5}, "accuracy", True)
+        assert state.record_if_best({"accuracy": 0.5}, "accuracy", True)
     assert state.best_step == 2

@@ -15,7 +15,7 @@ from ddptrain.api.world import World
 from ddptrain.engine.compiled import check_graphs, compile_loss, is_compiled
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 from ddptrain.testing import run_ranks
 
 GPU = World(device=torch.device("cuda", 0))

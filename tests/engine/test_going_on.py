@@ -145,7 +145,7 @@ def test_a_run_folder_belongs_to_one_job(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_other_data_of_the_same_size_is_refused() -> None:
     before, after = plan(3, data="a hash"), plan(3, data="another")
-    with pytest.raises(UserError, match=r"^data: there was saved while training on other files"):
+    with pytest.raises(UserError, match=r"^data: there was saved while training on other samples"):
         after.check_continues(before.position_facts, "there")
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from ddptrain.engine.optimizer_step import OptimizerStep
+from ddptrain.errors import UserError
 from ddptrain.run.optimizer import build_optimizer
 
 ZERO = torch.zeros(())
@@ -144,6 +145,18 @@ def test_a_fused_optimizer_is_taken_where_it_is_right(kind: str) -> None:
             ((parameter * factors).square()).sum().backward()
             optimizer.step()
     torch.testing.assert_close(ours, theirs)
+
+
+def test_a_fused_optimizer_that_is_asked_for_is_checked_likewise() -> None:
+    node = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "fused": True}
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = build_optimizer(node, nn.ParameterList([weight]))
+    # a first step that is skipped writes to no buffer
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(4, 6))
+    with pytest.raises(UserError, match=r"optim\.fused=true: can't be used with dampening"):
+        build_optimizer(node | {"dampening": 0.5}, nn.ParameterList([weight]))
+    with pytest.raises(UserError, match="or have gaps in memory"):
+        build_optimizer(node, nn.ParameterList([nn.Parameter(torch.randn(8, 6)[::2])]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

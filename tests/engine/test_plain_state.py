@@ -1,6 +1,6 @@
 """What a checkpoint could not give back is refused before it is written."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import Fit
+from torch import nn
+from toy import CLASSES, FEATURES, Fit
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated
@@ -27,6 +28,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "float64": np.float64(1.5), "array": np.ones(2), "path": Path("a"), "deque": deque([1]),
+    "counter": Counter(a=1), "bytearray": bytearray(b"a"),
     "range": range(3), "function": len, "key": {np.int64(1): 2}, "deep": {"a": [1, (2, np.float32(3))]},
 }  # fmt: skip
 
@@ -59,6 +61,17 @@ def test_a_controllers_state_is_looked_at_before_the_first_step(kind: str, tmp_p
     plan = Plan(steps=2, train_size=20, batch_size=10)
     with pytest.raises(UserError, match=r"checkpoint: controllers.own.kept.* could not be loaded again"):
         Fit(plan, controllers={"own": Keeping(OTHERS[kind])}).run(World(), tmp_path)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_so_is_a_layers(kind: str, tmp_path: Path) -> None:
+    class Keeps(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"kept": OTHERS[kind]}
+
+    plan = Plan(steps=2, train_size=20, batch_size=10)
+    with pytest.raises(UserError, match=r"checkpoint: model._extra_state.kept.* could not be loaded again"):
+        Fit(plan, make_model=lambda: Keeps(FEATURES, CLASSES)).run(World(), tmp_path)
 
 
 def test_and_at_each_save(tmp_path: Path) -> None:

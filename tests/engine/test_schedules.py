@@ -9,7 +9,8 @@ import torch
 from toy import Fit, lr_schedule, plain
 
 from ddptrain.api.world import World
-from ddptrain.config.instantiate import check_node, open_package
+from ddptrain.config.instantiate import check_node
+from ddptrain.config.targets import open_package
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.run.schedule import build_schedule, check_schedule

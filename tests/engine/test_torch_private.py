@@ -35,7 +35,7 @@ import os, sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SGD
-from ddptrain.torch_private import spare_dynamo, wrapping
+from ddptrain.torch_private import spare_dynamo, sparing_dynamo
 
 spare_dynamo()
 weight = torch.nn.Parameter(torch.ones(2))
@@ -47,7 +47,7 @@ assert weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
 os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
 torch.distributed.init_process_group("gloo")
 model = torch.nn.Linear(2, 2)
-with wrapping():
+with sparing_dynamo():
     wrapped = DistributedDataParallel(model)
 wrapped(torch.ones(2)).sum().backward()
 assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)

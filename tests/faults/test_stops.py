@@ -214,3 +214,19 @@ def test_loader_workers_ignore_the_signal(tmp_path: Path) -> None:
     assert job.wait() == 75, job.text[-3000:]
     assert "Traceback" not in job.text
     assert stopped_steps(job.text)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("launcher", ["python", "launch"])
+def test_a_second_signal_when_all_is_saved_ends_as_stopped(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    slow = ["observers=[console]", "+observers.slow._target_=slow_end.SlowEnd"]
+    job = Job(faulty_words("data.pace=0.05", *slow), tmp_path, 1, launcher=launcher)
+    job.wait_for("step 5/40")
+    job.kill(job.process.pid, signal.SIGTERM)
+    time.sleep(3)
+    assert job.process.poll() is None
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(20) == 75
+    assert "all is saved; figures or trackers were not done before SIGTERM came again" in job.text
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))

@@ -37,7 +37,7 @@ from ddptrain.engine.step import TrainStep
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.profile import profiled
 from ddptrain.run.assemble import make_step
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 
 DEVICE = torch.device("cuda", 0)
 PICTURES = 32 * 3 * 32 * 32

@@ -45,6 +45,8 @@ def test_help_names_options_and_exit_codes_at_once(tmp_path: Path) -> None:
         (f"launch --nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=a:1 --rdzv-id=b {TYPED} run.resume=never",
          "run.resume=never: a node that joins"),
         (f"launch --nproc-per-node=2 {TYPED} +model.wdith=2", "Did you mean model.width?"),
+        (f"launch --nproc-per-node=2 {TYPED} sched.warmup=2", "sched.warmup=2: must be"),
+        (f"launch --nproc-per-node=2 {TYPED} +observers.console.evry=2", "observers.console.evry"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_a_rank_starts(tmp_path: Path, arguments: str, said: str) -> None:

@@ -114,6 +114,36 @@ def test_a_rank_that_hears_no_signal_is_killed_and_named(tmp_path: Path) -> None
     assert not job.left_after(2.0)
 
 
+@pytest.mark.faults
+def test_ranks_left_by_a_crash_are_killed_after_the_shutdown_timeout(tmp_path: Path) -> None:
+    """Not after torch's 30 s: a longer one is for those that are still writing."""
+    job = launch(tmp_path, [*TWO, "--shutdown-timeout=3"], ENDLESS)
+    job.wait_for("step 5/")
+    first, second = job.ranks()
+    os.kill(first, signal.SIGSTOP)
+    began = time.monotonic()
+    os.kill(second, signal.SIGKILL)
+    code, said = job.wait()
+    assert 2.5 < time.monotonic() - began < 12
+    assert code == 137, said
+    assert not job.left_after(2.0)
+
+
+@pytest.mark.faults
+def test_signals_that_leave_no_time_to_save_are_said_to(tmp_path: Path) -> None:
+    """A second one ends torch's first wait for the ranks, and a third one its last."""
+    job = launch(tmp_path, TWO, [*FAULTY, "data.fault=sleep", "data.seconds=60", "data.step=9"])
+    job.wait_for("step 5/40")
+    time.sleep(0.5)
+    for pause in (0.5, 2.0, 0.0):
+        job.launcher.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    code, said = job.wait()
+    assert code == 130, said
+    assert "stopped by SIGINT at once, while ranks were saving" in said
+    assert not job.left_after(2.0)
+
+
 def test_the_options_that_are_known_without_torch_are_torchruns() -> None:
     theirs = {
         name: action.nargs != 0 for action in get_args_parser()._actions for name in action.option_strings

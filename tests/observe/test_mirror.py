@@ -411,8 +411,8 @@ FAULTS = {
     "refused": (Answer(403), "the store refuses it"),
     "broken": (Answer(500), "500"),
     "full": (Answer(507), "507"),
-    "gone": (Answer(0), "was not to be had"),
-    "hanging": (Answer(wait=100), "was not to be had"),
+    "gone": (Answer(0), "was not available"),
+    "hanging": (Answer(wait=100), "was not available"),
 }
 
 

@@ -82,13 +82,17 @@ def port_of(observer: Prometheus) -> int:
     return observer._server[0].server_port
 
 
-def logged(observer: Prometheus) -> None:
-    """A log step, an evaluation and a checkpoint."""
+def logged(observer: Prometheus, folder: Path) -> None:
+    """A log step, an evaluation and a checkpoint that was written 100 s before."""
+    manifest = folder / "step-20/manifest.json"
+    manifest.parent.mkdir()
+    manifest.touch()
+    os.utime(manifest, (time.time() - 100, time.time() - 100))
     timing = Timing({**NO_TIME, "forward": 2.0}, samples=300, flops=1e6, peak=1e9)
     observer.log(Log(20, 1.5, 640, {"loss": 0.25, "lr": float("nan")}, Lap(timing)))
     metrics = {"accuracy": 0.75, "accuracy/cat": 0.5}
     observer.evaluated(Evaluated(20, 1.5, 640, metrics, {}, 1.0, True, timing, "accuracy", True, 40))
-    observer.saved(Saved(20, Path("step-20")))
+    observer.saved(Saved(20, manifest.parent))
 
 
 def test_before_anything_is_logged(observer: Prometheus) -> None:
@@ -99,8 +103,8 @@ def test_before_anything_is_logged(observer: Prometheus) -> None:
     assert "ddptrain_step" not in metrics
 
 
-def test_values_in_base_units(observer: Prometheus) -> None:
-    logged(observer)
+def test_values_in_base_units(observer: Prometheus, tmp_path: Path) -> None:
+    logged(observer, tmp_path)
     time.sleep(0.2)
     seen = scraped(port_of(observer))
     expected = {
@@ -113,7 +117,7 @@ def test_values_in_base_units(observer: Prometheus) -> None:
     assert value(seen, "ddptrain_train", name="loss") == 0.25
     assert str(value(seen, "ddptrain_train", name="lr")) == "nan"
     assert value(seen, "ddptrain_valid", name="accuracy/cat") == 0.5
-    assert 0.2 <= value(seen, "ddptrain_checkpoint_age_seconds") < 10
+    assert 100.2 <= value(seen, "ddptrain_checkpoint_age_seconds") < 110
     for rank in ("0", "1"):
         assert value(seen, "ddptrain_phase_seconds", rank=rank, phase="forward") == 2.5 + int(rank)
         assert value(seen, "ddptrain_gpu_utilisation_ratio", gpu=rank) == pytest.approx(0.91)
@@ -177,8 +181,8 @@ def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
     assert len(steps) >= 2
 
 
-def test_the_dashboard_loads_and_asks_for_what_there_is(observer: Prometheus) -> None:
-    logged(observer)
+def test_the_dashboard_loads_and_asks_for_what_there_is(observer: Prometheus, tmp_path: Path) -> None:
+    logged(observer, tmp_path)
     known = {sample.name for metric in scraped(port_of(observer)).values() for sample in metric.samples}
     written = json.loads((ROOT / "launch/grafana.json").read_text())
     dashboard = Dashboard.from_json(written)

@@ -78,13 +78,16 @@ def test_a_second_writer_is_refused_and_told_of_the_first(tmp_path: Path, start:
     third, answer = start(tmp_path)
     assert answer.recv() == ""
     assert time.monotonic() - began < 2, "the system lets go of a lock when its process ends"
-    assert (tmp_path / ".lock").read_text() == f"{socket.gethostname()} {third}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert (tmp_path / ".lock").read_text() == f"{socket.gethostname()} {third} {boot}"
 
 
-def test_a_lock_of_another_host_is_waited_for_longer(tmp_path: Path, start: Start) -> None:
+@pytest.mark.parametrize("owner", ["elsewhere 7", "elsewhere 7 3a7f", f"{socket.gethostname()} 7 3a7f"])
+def test_a_lock_of_another_host_is_waited_for_longer(tmp_path: Path, start: Start, owner: str) -> None:
+    """Also where it had this one's name, as a pod of Kubernetes that was moved has."""
     first, answer = start(tmp_path)
     assert answer.recv() == ""
-    (tmp_path / ".lock").write_text("elsewhere 7")  # in place: the lock is on the file
+    (tmp_path / ".lock").write_text(owner)  # in place: the lock is on the file
     _, answer = start(tmp_path)
     assert not answer.poll(7), "a file server holds a dead host's lock for a while"
     kill(first)
@@ -112,7 +115,7 @@ def test_a_host_may_get_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     taken = lost(tmp_path)
     unlock_folder(tmp_path)
     assert taken is not None
-    assert taken.why == "was taken by process elsewhere 7"
+    assert taken.why == "was taken by process 7 on elsewhere"
 
 
 def test_a_second_writer_waits_for_one_that_is_dying(tmp_path: Path, start: Start) -> None:

@@ -114,7 +114,7 @@ def test_last_words_are_those_of_the_log(log: str, why: str, tmp_path: Path) -> 
     (tmp_path / "log.txt").write_text(log)
     told = message({"run": str(tmp_path), "recipe": "mine", "host": "here", "steps": 40}, None)
     assert told["why"] == why
-    assert told["text"].endswith(f" ended: {why}") if why else " without a word" in told["text"]
+    assert told["text"].endswith(f" ended: {why}") if why else " without a last message" in told["text"]
 
 
 @pytest.mark.faults
@@ -277,5 +277,5 @@ def test_a_killed_run_is_told_of(receiver: Receiver, tmp_path: Path) -> None:
     run.wait()
     run.stderr.close()
     assert told["outcome"] == "gone"
-    assert "ended without a word: killed, or its host is lost" in told["text"]
+    assert "ended without a last message: it was killed" in told["text"]
     assert any("step " in line for line in told["log"])

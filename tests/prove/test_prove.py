@@ -169,6 +169,7 @@ def test_a_training_that_fails_is_shown(folder: Path) -> None:
         ("eval recipe=my_recipe kills=2", "kills: prove eval takes no such word"),
         ("world recipe=my_recipe ranks=60", "train.batch_size=50, has to give each rank a sample"),
         ("world recipe=my_recipe run.dir=x", "leave it out"),
+        ("resume recipe=my_recipe observers=[console]", "add jsonl: observers=[console,jsonl]"),
         ("world recipe=my_recipe out=mine", "is not empty"),
         ("world recipe=my_recipe train.step=3", "Did you mean train.steps?"),
     ],

@@ -314,6 +314,8 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y), None, "lerning=1"), {"loss": LOSS}, "lerning"),
     ((net(), (X, Y)), {"loss": LOSS, "device": "cpu"}, 'fit(model, train, None, "device=cpu", ...)'),
     ((net(), (X, Y)), {"loss": LOSS, "batchsize": 8}, "Did you mean batch_size?"),
+    ((net(), (X, Y)), {"loss": LOSS, "epochs": 1, "optimizer": "adamW"}, "Did you mean adamw?"),
+    ((net(), {"x": X, "y": Y}), {"loss": LOSS}, "or of tensors a tuple: (x, y)"),
     ((net(), (X, Y)), {"loss": LOSS, "valdi": (X, Y)}, "valdi: is no argument of fit. Did you mean valid?"),
     ((net(), (X, Y), None, "--cfg=job"), {"loss": LOSS}, "--cfg=job: from Python"),
     ((net(), (X, Y.float())), {"loss": nn.MSELoss()}, "MSELoss refuses the model's output"),

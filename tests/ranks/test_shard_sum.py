@@ -14,7 +14,7 @@ from toy import auto, strict
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World, shards_of
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 from ddptrain.strategies.shard_sum import merge_siblings
 from ddptrain.testing import RankFailed, run_ranks
 

@@ -35,6 +35,14 @@ def test_two_empty_lists_compare_nothing() -> None:
     assert difference_of_lists(listed(), listed(), LEAST) is None
 
 
+def test_nor_do_two_answers_in_one_place() -> None:
+    """Rounding may decide which of two nearly equal ones gets it."""
+    assert difference_of_lists(listed(CAT, most=1), listed(DOG, most=1), LEAST) is None
+    difference = difference_of_lists(listed(CAT, most=1), listed(changed(CAT, 1, 10.001), most=1), LEAST)
+    assert difference is not None
+    assert 0 < difference < 1e-4
+
+
 @pytest.mark.parametrize(
     ("theirs", "least"),
     [
@@ -42,17 +50,29 @@ def test_two_empty_lists_compare_nothing() -> None:
         ((), 1e-3),
         ((CAT, DOG, (0.0, 60.0, 20.0, 80.0, 0.5, 1.0)), 1e-3),
         ((CAT, changed(DOG, 0, 30.0)), 0.09),
+        ((changed(CAT, 0, math.nan), DOG), math.nan),
+        ((CAT, changed(DOG, 0, math.nan)), math.nan),
         ((CAT, changed(DOG, 4, 0.5)), 0.09),
         ((CAT, changed(DOG, 5, 2.0)), 1.0),
     ],
-    ids=["one missing", "all missing", "one too many", "a side", "a score", "a class"],
+    ids=[
+        "one missing",
+        "all missing",
+        "one too many",
+        "a side",
+        "NaN",
+        "NaN in the last",
+        "a score",
+        "a class",
+    ],
 )
 def test_a_wrong_list_is_seen(theirs: tuple[tuple[float, ...], ...], least: float) -> None:
     """By either side."""
     for pair in ((listed(CAT, DOG), listed(*theirs)), (listed(*theirs), listed(CAT, DOG))):
         difference = difference_of_lists(*pair, LEAST)
         assert difference is not None
-        assert difference >= least
+        assert not difference < least
+        assert math.isnan(difference) == math.isnan(least)
 
 
 def test_rounding_is_not_a_difference() -> None:

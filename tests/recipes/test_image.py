@@ -11,6 +11,8 @@ from ddptrain.data.images.shapes import Shapes
 from ddptrain.recipes import image
 from ddptrain.recipes.image import ImageClassification
 
+NORMAL = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
+
 
 class Said(nn.Module):
     """Answers with the pictures' first numbers."""
@@ -21,7 +23,7 @@ class Said(nn.Module):
 
 def test_the_confusion_matrix_is_a_loops() -> None:
     data = ImageData(Shapes(), Augment())
-    data.load_metadata({"classes": list("abcdefg"), "shape": (32, 32, 3)}, World())
+    data.load_metadata({"classes": list("abcdefg"), "shape": (32, 32, 3), **NORMAL}, World())
     task = ImageClassification(nn.Identity, data)
     draw = torch.Generator().manual_seed(0)
     images, labels = torch.randn(500, 1, 3, 3, generator=draw), torch.randint(0, 5, (500,), generator=draw)
@@ -41,7 +43,7 @@ def test_the_confusion_matrix_is_a_loops() -> None:
 def test_many_classes_are_counted_without_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the metrics are those of the matrix."""
     data = ImageData(Shapes(), Augment())
-    data.load_metadata({"classes": list("abcdefg"), "shape": (32, 32, 3)}, World())
+    data.load_metadata({"classes": list("abcdefg"), "shape": (32, 32, 3), **NORMAL}, World())
     task = ImageClassification(nn.Identity, data)
     draw = torch.Generator().manual_seed(0)
     batch = torch.randn(500, 1, 3, 3, generator=draw), torch.randint(0, 5, (500,), generator=draw)
@@ -56,7 +58,7 @@ def test_many_classes_are_counted_without_a_matrix(monkeypatch: pytest.MonkeyPat
 
 def test_one_answer_for_all_is_noted(caplog: pytest.LogCaptureFixture) -> None:
     data = ImageData(Shapes(), Augment())
-    data.load_metadata({"classes": ["cat", "dog"], "shape": (32, 32, 3)}, World())
+    data.load_metadata({"classes": ["cat", "dog"], "shape": (32, 32, 3), **NORMAL}, World())
     task = ImageClassification(nn.Identity, data)
     for matrix, noted in (([[3, 0], [5, 0]], True), ([[3, 0], [0, 5]], False)):
         caplog.clear()

@@ -16,6 +16,7 @@ from torch.nn import functional
 from toy import Fit, auto, lr_schedule, newest_state, run_killed_at, strict, weights
 
 from ddptrain.api.world import World
+from ddptrain.data.dataset import DatasetData
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.digits import Digits
@@ -24,6 +25,7 @@ from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
+from ddptrain.recipes.pictures import classifier
 from ddptrain.recipes.speedrun import SpeedrunNet, whitening_filters
 from ddptrain.recipes.views import Views
 from ddptrain.run.optimizer import build_optimizer
@@ -337,3 +339,11 @@ def test_a_compiled_network_learns_in_bf16() -> None:
             errors[i] += (gradient(forward, images, torch.bfloat16) - exact).square().sum()
     eager, own = errors.sqrt().tolist()
     assert own < 1.5 * eager, "no further from float32 than eager bf16"
+
+
+def test_data_without_training_pictures_is_refused() -> None:
+    """The first layer would stay random, for it is not trained."""
+    data = DatasetData([(torch.rand(3, 16, 16), i % 2) for i in range(20)], classes=2, workers=0)  # type: ignore[arg-type]
+    data.prepare(World(), seed=0)
+    with pytest.raises(UserError, match="its first layer is made from training pictures"):
+        classifier(SpeedrunNet, data, multi_label=False)

@@ -240,6 +240,19 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], said: str) -> None:
     assert said in str(error.value)
 
 
+def test_one_class_of_a_torchmetric_may_be_the_best() -> None:
+    """Which way is better is the metric's to say."""
+    classification = pytest.importorskip("torchmetrics.classification")
+    f1 = classification.MulticlassF1Score(3, average=None)
+    distance = classification.MulticlassHammingDistance(3, average=None)
+    metrics = {"f1": f1, "f1_distance": distance}
+    data, loss = TensorData((X, LABELS)), nn.CrossEntropyLoss()
+    assert Supervised(flat(), data, loss, metrics, best_metric="f1/0").higher_is_better
+    assert not Supervised(flat(), data, loss, metrics, best_metric="f1_distance/0").higher_is_better
+    with pytest.raises(UserError, match=r"best_metric=f2/0: there is no such metric; there are loss, f1"):
+        Supervised(flat(), data, loss, metrics, best_metric="f2/0")
+
+
 def test_batches_of_another_kind_ask_for_a_step() -> None:
     task = Supervised(flat(), TensorData((X, LABELS)), nn.CrossEntropyLoss())
     with pytest.raises(UserError, match="give step="):

@@ -122,6 +122,19 @@ def test_tracks_are_better_than_by_the_nearest_box(data: DetectionData, tmp_path
         assert [len(list(film.decode(video=0))), film.streams.video[0].average_rate] == [FRAMES, RATE]
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.95, 1.2, 60.0])
+def test_a_stream_that_stalls_ends_no_track(seconds: float, data: DetectionData, tmp_path: Path) -> None:
+    truth = paths(1, 1).expand(20, -1, -1)
+    write_clip(tmp_path / "clip.mp4", truth, gap=(10, seconds))
+    frames = [torch.tensor([[*box, 0.9]]) for [box] in truth.tolist()]
+    source = str(tmp_path / "clip.mp4")
+    list(filmed(detector(frames), data, source, tmp_path / "out", 0.25, "bytetrack"))
+    lines = written(tmp_path / "out")
+    assert lines[10]["time"] == pytest.approx(10 / RATE + seconds, abs=1 / RATE)
+    assert len({one["track"] for line in lines[2:] for one in line["objects"]} - {None}) == 1
+    assert all(one["track"] is not None for line in lines[2:] for one in line["objects"])
+
+
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
 def test_each_box_is_where_it_was_seen(
     codec: str, data: DetectionData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,5 +253,7 @@ def test_what_is_taken_for_a_video(
     Path("clip [a1].mp4").touch()
     Path("folder.mp4").mkdir()
     assert names_video(source) == video
+    with pytest.raises(UserError, match="is a picture elsewhere"):
+        names_video("https://example.org/street.JPG?size=1")
     Path("camera").mkdir()
     assert not names_video("camera")

@@ -10,7 +10,7 @@ from toy import auto
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 from ddptrain.testing import run_ranks
 
 

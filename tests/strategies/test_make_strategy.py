@@ -6,7 +6,7 @@ import pytest
 from toy import auto
 
 from ddptrain.api.world import World
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 
 
 @pytest.mark.parametrize(("compression", "notes"), [("none", 0), ("bf16", 1)])

@@ -27,6 +27,8 @@ ELSEWHERE = {
     "ddptrain/distributed/launcher/agent.py": {
         "_pcontext",
         "_restart_workers",
+        "_shutdown",
+        "_shutdown_timeout",
         "_worker_group",
         "LocalElasticAgent",
     },

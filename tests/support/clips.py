@@ -1,5 +1,6 @@
 """Videos of squares that move, with their true tracks."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -25,14 +26,21 @@ def paths(objects: int, frames: int) -> Tensor:
 
 
 def write_clip(
-    file: Path, boxes: Tensor, size: tuple[int, int] = (WIDTH, HEIGHT), codec: str = "libx264"
+    file: Path,
+    boxes: Tensor,
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    codec: str = "libx264",
+    gap: tuple[int, float] = (0, 0.0),
 ) -> None:
+    """gap: before this frame, of so many seconds."""
     with av.open(str(file), "w") as container:
         stream = container.add_stream(codec, rate=RATE)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for of_frame in boxes.round().long().tolist():
+        for i, of_frame in enumerate(boxes.round().long().tolist()):
             pixels = np.full((size[1], size[0], 3), 90, np.uint8)
             for number, (left, top, right, bottom) in enumerate(of_frame):
                 pixels[top:bottom, left:right] = (40 * number % 255, 220, 255 - 30 * number)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = i + round(gap[1] * RATE) * (i >= gap[0]), Fraction(1, RATE)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

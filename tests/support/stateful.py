@@ -18,7 +18,7 @@ from ddptrain.api.observer import Evaluated, Observer
 from ddptrain.api.recipe import Data, Deployed, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.instantiate import open_package
+from ddptrain.config.targets import open_package
 
 open_package("stateful")  # configs may name what is here
 

@@ -29,7 +29,7 @@ from ddptrain.engine.step import TrainStep
 from ddptrain.engine.step_graph import StepGraph
 from ddptrain.observe.dispatch import Observers
 from ddptrain.run.assemble import make_step
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 from ddptrain.testing import RankFailed, run_ranks
 
 FEATURES, CLASSES = 12, 5

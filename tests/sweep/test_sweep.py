@@ -127,8 +127,9 @@ def test_a_stop_reaches_every_job_and_the_sweep_goes_on(
     assert job.wait(60) == code, job.text
     assert job.pids() == []
     assert statuses(tmp_path) == {0: "stopped", 1: "stopped"}
-    # on a busy machine the figures may not be done within checkpoint.grace, which is said in other words
-    assert all("and saved; " in text for text in outputs(tmp_path))
+    # the second where figures are not done within checkpoint.grace, on a busy machine
+    said = ("and saved; ", "all is saved; ")
+    assert all(any(words in text for words in said) for text in outputs(tmp_path))
     again = start(tmp_path, words)
     assert again.wait() == 0, again.text
     assert statuses(tmp_path) == {0: "done", 1: "done"}
@@ -185,7 +186,7 @@ def test_a_sweep_folder_has_one_sweep(tmp_path: Path) -> None:
         ("task.point=1,2 optim=sgd,sdg", "Did you mean sgd?"),
         ("task.point=range(0)", "make no job"),
         ("task.point=1,2 sweep.dir=a,b", "sweep.dir: says how"),
-        ("task.point=1,2 hydra/launcher=basic", "sweep.dir=sweep: is for --multirun"),
+        ("task.point=1,2 hydra/launcher=basic", "sweep.dir=sweep: says how a sweep is run"),
         ("task.point=1,2 --cfg=job", "--cfg=job: shows one config"),
         ("task.point=1,2 --multirun=true", "--multirun takes no value"),
         ("task.point=1,2 train.epochs=1,fast", "train.epochs"),
@@ -199,7 +200,7 @@ def test_a_wrong_sweep_is_refused_before_a_job_starts(tmp_path: Path, words: str
 def test_words_of_a_sweep_are_refused_where_there_is_none(tmp_path: Path) -> None:
     """Or sweep.dry_run would train."""
     for words in ("recipe=cnn_digits sweep.dry_run=true", "launch recipe=cnn_digits sweep.dry_run=true"):
-        assert "sweep.dry_run=true: is for --multirun" in refusal(tmp_path, words)
+        assert "sweep.dry_run=true: says how a sweep is run" in refusal(tmp_path, words)
     words = "--multirun recipe=cnn_digits seed=1,2"
     assert "Did you mean gpu_pool?" in refusal(tmp_path, f"{words} hydra/launcher=gpu_pol")
     assert "hydra/launcher=../x" in refusal(tmp_path, f"{words} hydra/launcher=../x")

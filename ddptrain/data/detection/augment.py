@@ -61,7 +61,7 @@ class BoxDraws(NamedTuple):
     partner: float
 
     @classmethod
-    def drawn(cls) -> "BoxDraws":
+    def draw(cls) -> "BoxDraws":
         """From Python's global generator."""
         return cls(*(random.random() for _ in cls._fields))
 
@@ -167,7 +167,7 @@ class DetectionAugment:
             if tile.masks is not None:  # as pictures: torchvision's way with its Mask moves them half a pixel
                 own = turned(_on_canvas(tile.masks[of_tile], corner, size))
                 masks.append(cut(own, interpolation=InterpolationMode.NEAREST_EXACT))
-        return BoxedImage(pixels, plain[kept], labels[kept], torch.cat(masks) if masks else None)
+        return _seen(BoxedImage(pixels, plain[kept], labels[kept], torch.cat(masks) if masks else None))
 
     def partner(self, draws: BoxDraws, near: range, progress: float) -> int | None:
         """Which picture, out of ``near``, a sample is combined with, if any."""
@@ -264,7 +264,15 @@ def _pasted(image: BoxedImage, other: BoxedImage) -> BoxedImage:
     if own_masks is not None and other.masks is not None:
         masks = torch.cat([own_masks, other.masks[rows]])
     labels = torch.cat([image.labels, other.labels[rows]])
-    return BoxedImage(pixels, torch.cat([image.boxes, boxes[rows]]), labels, masks)
+    return _seen(BoxedImage(pixels, torch.cat([image.boxes, boxes[rows]]), labels, masks))
+
+
+def _seen(image: BoxedImage) -> BoxedImage:
+    """Without the objects of which, by their masks, no pixel is left: a box may be cut where they are not."""
+    if image.masks is None:
+        return image
+    seen = image.masks.flatten(1).any(1).bool()  # torch gives uint8 for uint8
+    return BoxedImage(image.pixels, image.boxes[seen], image.labels[seen], image.masks[seen])
 
 
 def _sides(boxes: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.run_lengths import fills, of_json
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
+from ddptrain.data.images.class_folders import VALID_NAMES
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
@@ -27,10 +28,10 @@ class CocoFiles(DetectionSource):
     """A set described by one or two JSONs of instances.
 
     path: the JSON for training, relative to the current folder. valid_path: the one for validation; without
-    it, the sibling in whose name or folder ``train`` is val, valid, validation or test; where there is none,
-    every tenth image, sorted by name, is held out. The images lie in the first folder that holds one of the
-    first: the JSON's folder, its ``images``, its parent, the parent's ``images``, or in one of these a folder
-    named as the JSON without ``instances_``. Categories count in the order of their ids.
+    it, the sibling in whose name or folder ``train`` is val, valid, validation, test or testing; where there
+    is none, every tenth image, sorted by name, is held out. The images lie in the first folder that holds one
+    of the first: the JSON's folder, its ``images``, its parent, the parent's ``images``, or in one of these a
+    folder named as the JSON without ``instances_``. Categories count in the order of their ids.
 
     on_error: "stop" refuses a set with problems and lists them; "skip" leaves out bad annotations, and
     images that are missing or broken. masks: read each annotation's ``segmentation``. The argument ``root``
@@ -96,12 +97,13 @@ class _Instances:
 
 
 def _paths(part: _Instances) -> list[Path]:
-    return [part.folder / image["file_name"] for image in part.images]
+    paths = (part.folder / image["file_name"] for image in part.images)
+    return [path for path in paths if os.path.isfile(path)]  # of a name that none can have, too
 
 
 def _sibling(file: Path) -> Path | None:
     folder = file.absolute().parent
-    for name in files.VALID_NAMES:
+    for name in VALID_NAMES:
         in_folder = folder.parent / folder.name.replace("train", name)  # Roboflow: train/x.json, valid/x.json
         for other in (folder / file.name.replace("train", name), in_folder / file.name):
             if other != folder / file.name and other.is_file():

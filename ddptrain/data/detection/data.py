@@ -299,15 +299,15 @@ class DetectionData(Data):
     def describe(self) -> str:
         opened, pipeline, decoded, _ = self._ready
         objects = f"{sum(map(len, opened.train.objects)):,} {'masks' if self.masks else 'boxes'}"
-        where = f"in memory ({decoded / 2**20:.0f} MiB)" if pipeline.in_memory else "read from disk"
+        where = f"in memory ({decoded / 2**20:.0f} MiB), " if pipeline.in_memory else ""
         sides = f"{self.size}x{self.size}"
         if self.rectangular:
             height, width = canvases(opened.valid.sizes, self.size, "common")[0].tolist()
             sides += f" (valid {width}x{height})"
         return (
             f"{self._source.name}: {self.train_size:,} train with {objects}, {self.valid_size:,}"
-            f" valid, {len(self.classes)} classes, {sides}, {where},"
-            f" {pipeline.workers} workers{in_words(opened.skipped)}"
+            f" valid, {len(self.classes)} classes, {sides}, {where}"
+            f"{pipeline.describe()}{in_words(opened.skipped)}"
         )
 
     @cached_property

@@ -28,8 +28,6 @@ log = logging.getLogger("ddptrain")
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in pixels."""
 
-VALID_NAMES = ("val", "valid", "validation", "test")
-"""Of the part for validation, the likeliest first."""
 _SHOWN = 20
 _LEAST_SIDE = 0.01  # Pixels. What is thinner may have no area left once it is float32.
 _TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")

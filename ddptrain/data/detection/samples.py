@@ -92,13 +92,13 @@ class BoxTransform:
         if key.epoch == AS_IT_IS:
             image = _letterboxed(source[key.sample], placed, source.canvases[key.sample])
             return Sample(image, torch.eye(3), key.sample, placed)
-        draws = BoxDraws.drawn()
+        draws = BoxDraws.draw()
         near = neighbours(source.stream, key.sample, len(source))
         tiles = self._augment.tiles(draws, key.sample, near, key.progress)
         image = self._augment.apply([source[tile] for tile in tiles], draws, self._size)
         partner = self._augment.partner(draws, near, key.progress)
         if partner is not None:
-            other = self._augment.apply([source[partner]], BoxDraws.drawn(), self._size)
+            other = self._augment.apply([source[partner]], BoxDraws.draw(), self._size)
             image = self._augment.combined(image, other, draws)
         return Sample(image, self._augment.colours(draws), key.sample, placed)
 

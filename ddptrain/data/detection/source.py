@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import final, overload
+from typing import final
 
 import torch
 from torch import Tensor
@@ -61,14 +61,8 @@ class PackedObjects(Sequence[Objects]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @overload
-    def __getitem__(self, which: int) -> Objects: ...
-    @overload
-    def __getitem__(self, which: slice) -> list[Objects]: ...
-    def __getitem__(self, which: int | slice) -> Objects | list[Objects]:
-        if isinstance(which, slice):
-            return [self[i] for i in range(len(self))[which]]
-        i = range(len(self))[which]
+    def __getitem__(self, i: int) -> Objects:  # type: ignore[override]
+        i = range(len(self))[i]
         part, packed = slice(*self._starts[i : i + 2].tolist()), self._packed
         masks = None if packed.masks is None else packed.masks[part]
         return Objects(packed.boxes[part], packed.labels[part], packed.crowd[part], masks)

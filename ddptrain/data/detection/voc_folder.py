@@ -10,6 +10,7 @@ from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.detection.voc import name_of, objects_of, rows_of
+from ddptrain.data.images.class_folders import VALID_NAMES
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import pictures_in
 from ddptrain.errors import UserError
@@ -86,7 +87,7 @@ def _parts(folder: Path, problems: Problems) -> tuple[list[Path], list[Path]]:
         parts = {path.name.lower(): path for path in _entries(place) if path.is_dir()}
         if "train" in parts:
             train = _pictures(parts["train"], problems)
-            valid_name = _first(files.VALID_NAMES, parts)
+            valid_name = _first(VALID_NAMES, parts)
             valid = [] if valid_name is None else _pictures(parts[valid_name], problems)
             break
     else:
@@ -96,7 +97,7 @@ def _parts(folder: Path, problems: Problems) -> tuple[list[Path], list[Path]]:
         lists = {file.stem.lower(): file for file in _entries(folder / "ImageSets" / "Main")}
         if "train" in lists:
             train = _listed(lists["train"], place, pictures, problems)
-            valid_name = _first(files.VALID_NAMES, lists)
+            valid_name = _first(VALID_NAMES, lists)
             valid = [] if valid_name is None else _listed(lists[valid_name], place, pictures, problems)
         else:
             train, valid = pictures, []

@@ -14,7 +14,7 @@ log = logging.getLogger("ddptrain")
 
 _TRAIN_NAMES = ("train", "training")
 VALID_NAMES = ("val", "valid", "validation", "test", "testing")
-"""Where there are several, the first of these is taken."""
+"""The first of these that is there is the part for validation."""
 
 
 class Parts(NamedTuple):

@@ -24,7 +24,6 @@ from ddptrain.data.images.loaders import (
     keyed,
     padded_shape,
 )
-from ddptrain.data.images.packed import PackedSplit
 from ddptrain.data.images.source import ImageSet, ImageSource, LabelledImage, Split
 from ddptrain.data.images.transforms import ImageTransform, MixTransform, Transforms
 from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
@@ -47,14 +46,13 @@ _RESIDENT_SHARE_OF_GPU = 0.25
 
 
 class _Known(NamedTuple):
-    """What a trained model's `metadata` tells, too. normalise: None where it does not."""
+    """What a trained model's `metadata` tells, too."""
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
     resize: int | None
     multi_label: bool
-    device: torch.device
-    normalise: Normalise | None
+    normalise: Normalise
 
 
 class _Prepared(NamedTuple):
@@ -98,6 +96,11 @@ class ImageData(Data):
         check_skip(on_error, source.no_skip)
         self._source = source
         self._augment = Transforms({"augment": augment}) if isinstance(augment, nn.Module) else augment
+        if source.packed and isinstance(augment, Transforms) and augment.resized_crop is not None:
+            raise UserError(
+                "data.source.cache: holds pictures that are cut and scaled already, and"
+                " data.augment.resized_crop needs them at full resolution. Set one of the two to null."
+            )
         self._root = Path(root)
         self._workers = workers
         self._resident = resident
@@ -134,7 +137,7 @@ class ImageData(Data):
             log.warning("note       data: no training sample has the class %s", shown)
         normalise = self._normaliser(opened.mean, opened.std, world.device)
         several = opened.train.labels.ndim == 2
-        self._known = _Known(classes, opened.train.shape, opened.resize, several, world.device, normalise)
+        self._known = _Known(classes, opened.train.shape, opened.resize, several, normalise)
         fill = normalise.mean.round().to(torch.uint8)
         augment = self._augment
         if isinstance(augment, Augment):
@@ -154,13 +157,7 @@ class ImageData(Data):
     def _stored(self, opened: ImageSet, transforms: Transforms, world: World) -> tuple[Split, Split]:
         """Both parts, in memory where they are to be."""
         train, valid = opened.train, opened.valid
-        crops = transforms.resized_crop is not None
-        if crops and isinstance(train, PackedSplit):
-            raise UserError(
-                "data.source.cache: holds pictures that are cut and scaled already, and"
-                " data.augment.resized_crop needs them at full resolution. Set one of the two to null."
-            )
-        larger = crops and train.full_size
+        larger = transforms.resized_crop is not None and train.full_size
         if larger and self._resident is True:
             raise UserError(
                 "data.resident=true: keeps pictures that are cut and scaled already, and"
@@ -257,7 +254,7 @@ class ImageData(Data):
         mean, std: in 0..255, of the channels.
         """
         height, width, channels = self.shape
-        normalise = self._normalise
+        normalise = self._facts.normalise
         middle = {"rule": "middle", "draft": max(height, width)}
         return {
             "classes": list(self.classes),
@@ -271,32 +268,17 @@ class ImageData(Data):
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         shape, resize = _shape_of(metadata), metadata.get("resize")
         self._source.bring_to(shape, resize)
-        normalise = None
-        if "mean" in metadata:
-            normalise = self._normaliser(metadata["mean"], metadata["std"], world.device)
+        normalise = self._normaliser(metadata["mean"], metadata["std"], world.device)
         several = metadata.get("multi_label", False)
-        self._known = _Known(tuple(metadata["classes"]), shape, resize, several, world.device, normalise)
+        self._known = _Known(tuple(metadata["classes"]), shape, resize, several, normalise)
 
     def normalised(self, pictures: Tensor) -> Tensor:
-        """uint8 (n, H, W, C), of any pictures -> float32 (n, C, H, W) on the device, as in batches.
-
-        Needs the data set only where it was recalled from a checkpoint that knows neither mean nor deviation.
-        """
-        return self._normalise(pictures.to(self._facts.device))
-
-    @property
-    def _normalise(self) -> Normalise:
-        known = self._facts
-        if known.normalise is None:
-            self._source.fetch(self._root)
-            opened = self._source.open(self._root)
-            normalise = self._normaliser(opened.mean, opened.std, known.device)
-            self._known = known = known._replace(normalise=normalise)
-        assert known.normalise is not None
-        return known.normalise
+        """uint8 (n, H, W, C), of any pictures -> float32 (n, C, H, W) on the device, as in batches."""
+        normalise = self._facts.normalise
+        return normalise(pictures.to(normalise.mean.device))
 
     def _on_device(self, batch: LabelledImage) -> Labelled:
-        return self._normalise(batch.image), batch.label
+        return self._facts.normalise(batch.image), batch.label
 
     def preprocess(self, sample: "Named") -> Tensor:
         """A picture, by its file's path or as a PIL image -> float32 (1, C, H, W) on the device, as in
@@ -326,12 +308,12 @@ class ImageData(Data):
 
         block_mb: about so many 10^6 bytes a block.
         """
+        if self._source.packed:
+            raise UserError("data.source.cache: holds pictures that are cut already; write without it: null.")
         self._source.fetch(self._root)
         world = World()
         workers = worker_count(self._workers, world)
         opened = opened_set(self._source, self._root, self._on_error, world, workers)
-        if isinstance(opened.train, PackedSplit):
-            raise UserError("data.source.cache: holds pictures that are cut already; write without it: null.")
         about = {
             "classes": list(opened.classes), "channels": opened.train.shape[2],
             "mean": [float(value) for value in opened.mean], "std": [float(value) for value in opened.std],

@@ -124,7 +124,8 @@ class DatasetImages(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         named = class_names(self._dataset, self._classes, "data.source.classes")
-        _check_draws_nothing(self._dataset)
+        for key, dataset in (("dataset", self._dataset), ("valid", self._valid)):
+            _check_draws_nothing(dataset, f"data.source.{key}")
         labels = _labels(self._dataset, "data.source.dataset")
         everything = torch.arange(len(labels))
         tenth = is_held_out(everything)
@@ -170,15 +171,17 @@ class DatasetImages(ImageSource):
         return relabelled(labels, places, len(trained), where)
 
 
-def _check_draws_nothing(dataset: MapStyle) -> None:
+def _check_draws_nothing(dataset: MapStyle | None, key: str) -> None:
     """Raises UserError where its first sample draws random numbers: pictures in memory would keep what was
-    drawn once."""
+    drawn once, and evaluations differ."""
+    if dataset is None:
+        return
     before = state_of_generators()
     with suppress(Exception):  # whatever a dataset raises is said when the sample is needed
         dataset[0]
     if state_of_generators() != before:
         raise UserError(
-            f"data.source.dataset: {type(dataset).__name__} draws random numbers for a picture. Leave its"
+            f"{key}: {type(dataset).__name__} draws random numbers for a picture. Leave its"
             " random transforms out, and give them as data.augment or augment=<preset>; or take it as it is:"
             " data=dataset."
         )

@@ -87,6 +87,7 @@ class ImageFolder(ImageSource):
         self.size: int = size
         self.resize = resize
         self._cache = None if cache is None else Path(cache)
+        self.packed = cache is not None
         self.no_skip = "" if cache is None else "data.source.cache packs all pictures of the folder"
 
     def fetch(self, root: Path) -> None:

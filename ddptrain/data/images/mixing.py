@@ -56,7 +56,7 @@ class Mix:
         if not self.mixup and not self.cutmix:
             raise UserError("data.augment.mix: mixup and cutmix are both 0; set data.augment.mix=null.")
 
-    def drawn(self, seed: int, epoch: int, sample: int, near: range, height: int, width: int) -> Mixture:
+    def mixture(self, seed: int, epoch: int, sample: int, near: range, height: int, width: int) -> Mixture:
         """near: the samples that this one, which is among them, may be mixed with. height, width: of the
         set's pictures."""
         generator = random.Random(derive_seed(seed, epoch, sample, _PURPOSE))

@@ -225,11 +225,8 @@ def _blocks(parts: Mapping[str, Split]) -> list[_PixelBlock]:
 
 def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """In order. Threads: Pillow decodes, files are written and hashed without Python's lock."""
-    pool = ThreadPoolExecutor(cores())
-    try:
-        yield from pool.map(work, items)
-    finally:
-        pool.shutdown(cancel_futures=True)  # after a broken picture, none of the others
+    with ThreadPoolExecutor(cores()) as pool:
+        yield from pool.map(work, items)  # after a broken picture, none of the others
 
 
 def _with_progress(blocks: list[_PixelBlock], digests: Iterable[str]) -> Iterator[str]:

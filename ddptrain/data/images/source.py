@@ -147,6 +147,8 @@ class ImageSource(ABC):
     resize: int | None = None
     each_rank: bool = False
     """Whether the samples are objects that each rank makes for itself, so that they may differ."""
+    packed: bool = False
+    """Whether only the cut and scaled pictures are kept."""
     no_skip: str = ""
     """Why ``on_error=skip`` can't be had, in words; empty where it can."""
 

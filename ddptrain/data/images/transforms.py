@@ -123,7 +123,7 @@ class MixTransform:
 
     def __call__(self, samples: Samples, key: Key) -> LabelledImage:
         near = neighbours(self._stream, key.sample, len(samples))
-        mixture = self._mix.drawn(self._seed, key.epoch, key.sample, near, *self._size)
+        mixture = self._mix.mixture(self._seed, key.epoch, key.sample, near, *self._size)
         partner = key._replace(sample=mixture.partner)
         if not mixture.shows_partner:
             image = samples.sample(key).image

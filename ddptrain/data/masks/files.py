@@ -144,7 +144,7 @@ def read_pair(pair: Pair, classes: int) -> tuple["Image.Image", "Image.Image"]:
     picture = decoded(pair.picture, "RGB")
     with opened(pair.mask) as mask:
         problem = f"has pixels of mode {mask.mode}" if mask.format == "PNG" else f"is a {mask.format} file"
-        if mask.mode == "L" and mask.tile[0].args in _FEWER_BITS:
+        if mask.mode == "L" and mask.tile and mask.tile[0].args in _FEWER_BITS:
             problem = "has grey pixels of less than 8 bits, whose values stand for levels from 0 to 255"
         elif mask.mode in ("L", "P") and mask.format == "PNG":
             problem = ""

@@ -22,7 +22,8 @@ Item = TypeVar("Item")
 
 
 class Need(NamedTuple):
-    """position: from which on, in a count of the caller's, the blocks are read."""
+    """blocks: those read from ``position`` on; what positions count (samples, steps, batches) is the caller's
+    choice."""
 
     position: int
     blocks: Sequence[int]

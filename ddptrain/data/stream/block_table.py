@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, final, overload
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -41,14 +41,8 @@ class BlockTable(Sequence[Block]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    @overload
-    def __getitem__(self, which: int) -> Block: ...
-    @overload
-    def __getitem__(self, which: slice) -> list[Block]: ...
-    def __getitem__(self, which: int | slice) -> Block | list[Block]:
-        if isinstance(which, slice):
-            return [self[i] for i in range(len(self))[which]]
-        samples, size = self._numbers[which].tolist()
-        digest = self._digests[which].numpy().tobytes().hex()
-        key = self._keys[which].removeprefix("./")
+    def __getitem__(self, i: int) -> Block:  # type: ignore[override]
+        samples, size = self._numbers[i].tolist()
+        digest = self._digests[i].numpy().tobytes().hex()
+        key = self._keys[i].removeprefix("./")
         return Block(key, samples, size, "" if digest == _UNKNOWN else digest)

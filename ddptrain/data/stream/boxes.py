@@ -87,7 +87,7 @@ class StreamBoxes(DetectionSource):
         self._streamed.fetch()
 
     def open(self, root: Path) -> DetectionSet:
-        opened = self._streamed.open_as("boxes")
+        opened = self._streamed.open("boxes")
         relabel = self._streamed.relabelling(opened, opened.about["classes"])
         train, valid = StreamScenes(opened.train), StreamScenes(opened.valid, relabel)
         blocks = opened.train.samples.blocks

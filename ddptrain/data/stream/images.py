@@ -17,9 +17,6 @@ from ddptrain.data.stream.opened import Column, Streamed
 from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.errors import UserError
 
-_CHOICES = {"boxes": "stream_boxes", "masks": "stream_masks", "tokens": "stream_text"}
-"""Of the group ``data``, for sets of other kinds."""
-
 
 @final
 class StreamSplit(Split):
@@ -91,11 +88,7 @@ class StreamImages(ImageSource):
         self._streamed.fetch()
 
     def open(self, root: Path) -> ImageSet:
-        opened = self._streamed.open()
-        if opened.kind not in ("", "classes"):
-            raise UserError(
-                f"data.source.url: holds a set of {opened.kind}; use data={_CHOICES[opened.kind]}."
-            )
+        opened = self._streamed.open("classes", "")
         about = opened.about
         shape = (self.size, self.size, int(about.get("channels", 3)))
         # classes=[...] may be other words for those that the manifest names

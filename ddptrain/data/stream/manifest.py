@@ -78,7 +78,8 @@ def read_manifest(store: Store) -> Manifest:
         raise UserError(f"data.source.url={store.shown}: {what}. Name the one that the set was written to.")
     raise UserError(
         f"data.source.url={store.shown}: holds neither {NAME} (`python -m ddptrain write ... layout=stream`)"
-        f" nor {LITDATA} (litdata's). Name the folder that has one of them, or tars: .../{{000..099}}.tar"
+        f" nor {LITDATA} (litdata's). Name the folder that has one of them, or tars:"
+        " 'data.source.url=\".../{000..099}.tar\"'."
     )
 
 

@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from torch import Tensor
-
 from ddptrain.data.agreement import check_alike
 from ddptrain.data.identity import of_file
 from ddptrain.data.masks.files import Pair, read_pair
@@ -74,7 +72,7 @@ class StreamMasks:
         self._streamed.fetch()
 
     def open(self) -> MaskSet:
-        opened = self._streamed.open_as("masks")
+        opened = self._streamed.open("masks")
         classes = opened.about["classes"]
         # the classes are in the pixels of PNGs, which stay as they are
         check_alike(classes, opened.valid_about["classes"], "data.source.valid_url", "data.source.url")
@@ -89,7 +87,7 @@ def write_masks(
 
     def part(name: str, pairs: Sequence[Pair]) -> PartToWrite:
         return PartToWrite(
-            name, len(pairs), lambda i: [content_of(file) for file in pairs[i]], _no_columns,
+            name, len(pairs), lambda i: [content_of(file) for file in pairs[i]], lambda order: {},
             (_fingerprint(file, len(pairs)) for pair in pairs for file in pair),
         )  # fmt: skip
 
@@ -105,7 +103,3 @@ def _read_pair(picture: Encoded, mask: Encoded, classes: int) -> "tuple[Image.Im
 
 def _fingerprint(file: Path | Encoded, among: int) -> bytes:
     return file.getvalue() if isinstance(file, Encoded) else of_file(str(file), str(file), among)
-
-
-def _no_columns(order: Tensor) -> dict[str, Tensor]:
-    return {}

@@ -4,9 +4,7 @@ import hashlib
 import json
 import logging
 import math
-import os
 import struct
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +27,7 @@ from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.data.stream.shards import count_of, samples_of
 from ddptrain.data.stream.store import Damaged, Store, shown
 from ddptrain.errors import UserError, check_least
+from ddptrain.text import json_object, replace_file
 
 log = logging.getLogger("ddptrain")
 
@@ -36,6 +35,8 @@ _SAY_EVERY_S = 10.0
 _THREADS = 4
 _ASKED_AT_ONCE = 32
 """Objects of which a store is asked for size and time."""
+_CHOICES = {"classes": "stream", "boxes": "stream_boxes", "masks": "stream_masks", "tokens": "stream_text"}
+"""Of the group ``data``, by the kind of set that each reads."""
 
 
 class Column(NamedTuple):
@@ -66,7 +67,6 @@ class OpenedSet(NamedTuple):
 
     train: OpenedPart
     valid: OpenedPart
-    kind: str
     about: Mapping[str, Any]
     valid_about: Mapping[str, Any]
     identity: str
@@ -74,7 +74,7 @@ class OpenedSet(NamedTuple):
 
 @final
 class Streamed:
-    """Where a set is streamed from and through: what all sources of streamed data are told.
+    """A set in blocks, and the cache it is read through; these are the arguments of all streamed sources.
 
     url: s3://, gs://, az://, https://, or a folder, that holds ddptrain.json (of ``layout=stream``) or
     litdata's index.json; or WebDataset's tars, like ``s3://bucket/train-{000..099}.tar``. valid_url:
@@ -128,9 +128,22 @@ class Streamed:
                     everywhere=False,
                 ) from error
 
-    def open(self) -> OpenedSet:
-        """The set, once `fetch` has run on this node."""
-        (_, manifest, _), (valid_url, valid_manifest, _) = self._parts
+    def open(self, *kinds: str) -> OpenedSet:
+        """The set, once `fetch` has run on this node. kinds: those that are read; '' is another program's.
+
+        Raises UserError for a set of another kind.
+        """
+        for key, (url, manifest, _) in zip(("url", "valid_url"), self._parts, strict=True):
+            if manifest.kind not in kinds:
+                choice = _CHOICES.get(manifest.kind)
+                way_out = f"Use data={choice}." if choice else "Write one: ddptrain write ... layout=stream."
+                if key == "valid_url":
+                    way_out = "It must be of the same kind as data.source.url."
+                raise UserError(
+                    f"data.source.{key}={shown(url)}: holds a set of {manifest.kind or 'another program'},"
+                    f" not of {kinds[0]}. {way_out}"
+                )
+        (_, manifest, _), (_, valid_manifest, _) = self._parts
         first, second = (
             self._opened(url, part, folder)
             for (url, _, part), folder in zip(self._parts, self._index_folders, strict=True)
@@ -139,12 +152,7 @@ class Streamed:
         self._check_room(*blocks)
         facts = [manifest.digest, valid_manifest.digest, self._window, blocks]
         identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        if manifest.kind and valid_manifest.kind and manifest.kind != valid_manifest.kind:
-            raise UserError(
-                f"data.source.valid_url={shown(valid_url)}: holds a set of {valid_manifest.kind}, and"
-                f" data.source.url={shown(self._url)} one of {manifest.kind}."
-            )
-        return OpenedSet(first, second, manifest.kind, manifest.about, valid_manifest.about, identity)
+        return OpenedSet(first, second, manifest.about, valid_manifest.about, identity)
 
     def relabelling(self, opened: OpenedSet, trained: Sequence[str]) -> Relabelling | None:
         """Brings the labels of ``valid_url`` to the classes trained on, by their names; None where one of the
@@ -157,17 +165,6 @@ class Streamed:
         places = places_among(trained, own, where, of)
         note_other_labels(places, where, of)
         return partial(relabelled, places=places, classes=len(trained), where=where)
-
-    def open_as(self, kind: str) -> OpenedSet:
-        """The same. Raises UserError for a set of another kind."""
-        opened = self.open()
-        for key, (url, manifest, _) in zip(("url", "valid_url"), self._parts, strict=True):
-            if manifest.kind != kind:
-                raise UserError(
-                    f"data.source.{key}={shown(url)}: holds a set of {manifest.kind or 'another program'},"
-                    f" not of {kind}. Write one: python -m ddptrain write recipe=... layout=stream out=..."
-                )
-        return opened
 
     @cached_property
     def _parts(self) -> list[tuple[str, Manifest, Part]]:
@@ -244,7 +241,7 @@ class Streamed:
 
     def _index(self, url: str, part: Part, folder: Path) -> None:
         """Read another program's set once: how many samples its blocks hold, and the samples' labels."""
-        if (folder / _INDEX).exists():
+        if json_object(folder / _INDEX):
             return
         label = next((i for i, name in enumerate(part.fields) if name in LABEL), None)
         if label is None or not any(name in PICTURE for name in part.fields):
@@ -275,9 +272,9 @@ class Streamed:
                     said = time.monotonic()
                     log.info("data       %d of %d blocks", len(blocks), len(part.blocks))
         written = torch.tensor(labels, dtype=torch.int64).numpy().tobytes()
-        _write(folder / "labels", written)
+        replace_file(folder / "labels", written)
         column = {"key": "labels", "dtype": "int64", "shape": [len(labels)], "sha256": _hex(written)}
-        _write(folder / _INDEX, json.dumps({"blocks": blocks, "columns": {"labels": column}}).encode())
+        replace_file(folder / _INDEX, json.dumps({"blocks": blocks, "columns": {"labels": column}}).encode())
 
 
 _INDEX = "index.json"
@@ -312,18 +309,11 @@ def _fetch_column(store: Store, column: Mapping[str, Any], folder: Path) -> None
         if _hex(content) != column["sha256"]:
             raise Damaged("its SHA-256 is another one than the manifest says")
 
-    _write(file, store.read(column["key"], check))
+    replace_file(file, store.read(column["key"], check))
 
 
 def _file_of(column: Mapping[str, Any], folder: Path) -> Path:
     return folder / str(column["key"]).replace("/", "-")
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Aside, and then renamed."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as aside:
-        aside.write(content)
-    os.rename(aside.name, file)
 
 
 def _hex(content: bytes) -> str:

@@ -140,7 +140,7 @@ def reading_of(cache: BlockCache) -> FetchTimes:
 
 
 def training_needs(blocks: Blocks, sampler: Sampler, steps: range) -> Iterator[Need]:
-    """What the steps read, by the samples before it."""
+    """The blocks of each window of these steps; positions count the samples of the whole training."""
     first, last = steps.start * sampler.batch_size, steps.stop * sampler.batch_size
     for epoch in range(first // sampler.size, -(-last // sampler.size)):
         windows = list(blocks.windows(sampler.seed, epoch))

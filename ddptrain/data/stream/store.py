@@ -235,7 +235,7 @@ class Store:
                 self._check_worth_it(key, error)
                 if time.monotonic() - began >= self.retry_s:
                     raise UserError(
-                        f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds"
+                        f"{self.shown}/{key}: was not available for {self.retry_s:.0f} seconds"
                         f" ({_reason(error)}). Is the store up?"
                         + " data.source.retry_s says how long to wait."
                         * self._key.startswith("data."),

@@ -51,12 +51,7 @@ class StreamText:
 
     def open(self) -> OpenedText:
         """The text, once `fetch` has run on this node."""
-        opened = self._streamed.open()
-        if opened.kind != KIND:
-            raise UserError(
-                f"data.source.url: holds a set of {opened.kind or 'another program'}, and no tokens. Write"
-                " them by `python -m ddptrain write data=text layout=stream`."
-            )
+        opened = self._streamed.open(KIND)
         saved, other = (_saved(part) for part in (opened.train, opened.valid))
         if saved != other:
             raise UserError("data.source.valid_url: has another tokenizer than data.source.url.")

@@ -249,8 +249,8 @@ class TextData(Data):
             )
         if isinstance(self.epoch_order, Blocks) and int(self.epoch_order.sizes.min()) == 0:
             raise UserError(
-                f"data.window={self.window}: the set has a block of less tokens, and windows lie within"
-                " blocks. Take a shorter window, or write larger blocks (block_mb=...)."
+                f"data.window={self.window}: a block of the set has fewer tokens than a window, and a"
+                " window lies within one block. Take a shorter window, or write larger blocks (block_mb=...)."
             )
         if valid < 2:
             raise UserError(

@@ -158,12 +158,19 @@ def open_tokens(folder: Path) -> Tokens:
     """Map the token files into memory. Raises UserError where they are damaged."""
     try:
         about = parse_json((folder / _ABOUT).read_text())
-        written, alphabet, documents, digest = (
-            about[n] for n in ("sizes", "alphabet", "documents", "sha256")
-        )
         sizes = [(folder / part).stat().st_size for part in _PARTS]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder}: its token files can't be read ({error}). Delete it.") from error
+    match about:
+        case {
+            "sizes": written,
+            "alphabet": None | str() as alphabet,
+            "documents": [int() as train_documents, int() as valid_documents],
+            "sha256": str() as digest,
+        }:
+            pass
+        case _:
+            raise UserError(f"{folder}: its {_ABOUT} is damaged. Delete the folder; it is made anew.")
     if sizes != written:
         raise UserError(f"{folder}: its token files are cut short. Delete it; it is made anew.")
     vocabulary = Vocabulary(alphabet)
@@ -172,7 +179,7 @@ def open_tokens(folder: Path) -> Tokens:
         map_file(folder / part, size // dtype.itemsize, dtype) if size else torch.empty(0, dtype=dtype)
         for part, size in zip(_PARTS, sizes, strict=True)
     )
-    return Tokens(train, valid, vocabulary, documents, digest)
+    return Tokens(train, valid, vocabulary, (train_documents, valid_documents), digest)
 
 
 def _write(path: Path, blocks: Iterable[bytes], digest: "hashlib._Hash") -> int:

@@ -132,19 +132,35 @@ class _Agent(LocalElasticAgent):
 
     def codes(self) -> dict[int, int]:
         """The exit codes of this node's ranks that have ended, by rank."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        ended = {local: handler.proc.poll() for local, handler in handlers.items()}
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        return {ranks[local]: code for local, code in ended.items() if code is not None}
+        return {
+            ranks[local]: code
+            for local, process in self._processes().items()
+            if (code := process.poll()) is not None
+        }
+
+    def any_runs(self) -> bool:
+        return any(process.poll() is None for process in self._processes().values())
+
+    def _processes(self) -> dict[int, Any]:
+        """Of this node's ranks, by local rank; none before they are started."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {local: handler.proc for local, handler in handlers.items()}
 
     def cause_now(self) -> Cause | None:
         """The most telling of its ranks' ends, as they are now; None where none has failed."""
         failed = {rank: code for rank, code in self.codes().items() if code}
         return cause_of(failed, {}) if failed else None
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        # torch's own kills them after 30 s, whatever --shutdown-timeout says; torch 2.11 has no such option
+        self._shutdown(timeout=getattr(self, "_shutdown_timeout", 30))
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # as they are before torchrun ends the other ranks, too
+        # as they are before the other ranks are ended, too
         first = {rank: code for rank, code in self.codes().items() if code}
+        if first:
+            self._stop_workers(worker_group)  # where torch finds them running, it gives them 30 s
         try:
             result: RunResult = _monitor_workers(self, worker_group)
         except ValueError:  # a rank was killed while it wrote its exception down, and torchrun reads that
@@ -169,7 +185,7 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.is_meeting = True
         super()._rendezvous(worker_group)
-        self.is_meeting = False
+        self.is_meeting, self.cause = False, None
         hosts = self._host_rendezvous.met()
         if self._host_rendezvous.elastic:
             ranks = counted(worker_group.workers[0].world_size, "rank")
@@ -187,8 +203,8 @@ class _Agent(LocalElasticAgent):
         return "the hosts meet again" if self._host_rendezvous.others_wait() else ""
 
     def _kill_ranks(self) -> None:
-        for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():
-            handler.proc.kill()
+        for process in self._processes().values():
+            process.kill()
 
     def _drop_half_written(self) -> None:
         for path in getattr(self._pcontext, "error_files", {}).values():
@@ -243,6 +259,8 @@ def _result_after_signal(agent: _Agent, by: signal.Signals) -> NodeResult:
     saved = [rank for rank, code in codes.items() if code == ExitCode.STOPPED]
     if saved:
         return _node_result(agent, Cause(saved[0], ExitCode.STOPPED))
+    if agent.any_runs():
+        return NodeResult(128 + by, f"stopped by {by.name} at once, while ranks were saving", agent.restarts)
     if not codes or agent.is_meeting:
         return NodeResult(128 + by, f"stopped by {by.name} while no rank ran", agent.restarts)
     return _node_result(agent)

@@ -100,7 +100,8 @@ class Watchdog:
         self._marked_at, self._patience = time.monotonic(), max(patience, self._usual)
 
     def spare_while(self, writes: Callable[[], bool]) -> None:
-        """Nor is it ended for that while a thread of it writes one. writes: asked in a thread, too."""
+        """While ``writes()``, called from the watchdog's thread, is true, this process is not ended because
+        another rank is gone: a thread of it is writing a checkpoint."""
         self._writes_aside = writes
 
     def forget_what_is_usual(self) -> None:
@@ -195,6 +196,8 @@ class Watchdog:
             self._signalled_at = now
             self.ask_to_stop(name)
         elif now - self._signalled_at > _ECHO_S:
+            if self._saved:
+                self._exit_saved(f"before {name} came again")
             self._exit(128 + number, f"{name} again: stopped at once, without saving.")
 
     def _check_limits_and_peers(self) -> None:
@@ -206,9 +209,7 @@ class Watchdog:
             self._stop = heartbeat.stop
         if self._signalled_at is not None and now > self._signalled_at + self._grace:
             if self._saved:
-                late = f"within checkpoint.grace={self._grace:g} s after {self._stop}"
-                said = f"all is saved; figures or trackers were not done {late}. Start it again."
-                self._exit(ExitCode.STOPPED, said if self._world.is_first else "")
+                self._exit_saved(f"within checkpoint.grace={self._grace:g} s after {self._stop}")
             missed = "the checkpoint was not written" if self._writes else "no step ended"
             self._exit(
                 128 + signal.SIGTERM,
@@ -216,6 +217,10 @@ class Watchdog:
                 " saving. Started again, the run goes on from its last checkpoint, if it has one.",
             )
         self._check_lost_ranks()
+
+    def _exit_saved(self, when: str) -> None:
+        said = f"all is saved; figures or trackers were not done {when}. Start it again."
+        self._exit(ExitCode.STOPPED, said if self._world.is_first else "")
 
     def _check_lost_ranks(self) -> None:
         """End this process if another rank has failed or its process is gone; not while it writes."""

@@ -70,10 +70,12 @@ class _Sending:
             self._listener.join(0.2)
         where = shown(self._url)
         if self._listener.is_alive():
-            log.warning("mirror     %s lacks something still; for ten minutes it is being sent", where)
+            log.warning("mirror     the upload to %s goes on in the background, for up to ten minutes", where)
         elif self._error or self._process.wait(timeout=5):
             log.warning(
-                "mirror     %s lacks something; the last checkpoint there: %s", where, self._newest or "none"
+                "mirror     the upload to %s is not complete; its newest checkpoint: %s",
+                where,
+                self._newest or "none",
             )
         else:
             log.info("mirror     %s has all of the run", where)

@@ -146,11 +146,11 @@ class Sender:
 
     def _manifests(self) -> list[tuple[str, int]]:
         """The complete checkpoints' names, each with what becomes another one where it is written anew."""
-        found = []
+        manifests = []
         for path in sorted((self._folder / "checkpoints").glob("*/manifest.json")):
             with suppress(FileNotFoundError):
-                found.append((path.parent.name, path.stat().st_ino))
-        return [(name, inode) for name, inode in found if CHECKPOINT.fullmatch(name)]
+                manifests.append((path.parent.name, path.stat().st_ino))
+        return [(name, inode) for name, inode in manifests if CHECKPOINT.fullmatch(name)]
 
     def _checkpoint(
         self, name: str, stack: ExitStack

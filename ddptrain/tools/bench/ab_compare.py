@@ -2,7 +2,6 @@
 
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.api.timing import Timing, format_shares
+from ddptrain.text import say
 from ddptrain.tools.bench.paced_run import LapTimes, PacedRun, Unfit
 
 _LAP_S = 1.0  # A lap is long enough for this, in the shortest steps too
@@ -105,27 +105,27 @@ def compare_candidates(bench: Bench, candidates: Candidates) -> BenchResult:
     itself = bench.compare("")
     noise = max(itself.ratio, 1 / itself.ratio) - 1
     least, most = min(itself.ratios), max(itself.ratios)
-    print_stderr(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
+    say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
     results = []
     for override in candidates(itself.lap.setup):
         began = time.monotonic()
         try:
             results.append(bench.compare(override))
         except Unfit as error:
-            print_stderr(f"{override}  can't be had: {error}")
+            say(f"{override}  can't be had: {error}")
             continue
-        print_stderr(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
+        say(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
     best = _best_set([result for result in results if _helps(result, noise)])
     if len(best) > 1:
         together = " ".join(result.override for result in best)
         try:
             results.append(bench.compare(together))
         except Unfit as error:
-            print_stderr(f"{together}  can't be had together: {error}")
+            say(f"{together}  can't be had together: {error}")
     # not before: every comparison has said more about it
     usual = bench.as_it_is
     split = format_shares(Timing(usual.seconds, usual.steps))
-    print_stderr(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
+    say(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
     itself = replace(itself, lap=usual)
     return BenchResult(itself, results, [result for result in results if _helps(result, noise)])
 
@@ -153,8 +153,3 @@ def _best_set(results: Sequence[OverrideResult]) -> list[OverrideResult]:
         key = result.override.partition("=")[0]
         best.setdefault("data" if key.startswith("data.") else key, result)
     return list(best.values())
-
-
-def print_stderr(line: str) -> None:
-    """A line on standard error."""
-    print(line, file=sys.stderr, flush=True)

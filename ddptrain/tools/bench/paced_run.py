@@ -48,30 +48,6 @@ class LapTimes:
         return 1e3 * sum(self.seconds.values()) / self.steps
 
 
-def start_group(module: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
-    """``python -m`` these words, in a new process group, with its output in a file."""
-    with output.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", *module],
-            env=environment_of_no_rank(),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def last_lines(output: Path) -> str:
-    """The end of what a process printed."""
-    return "\n".join(output.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-
-
 class PacedRun:
     """One training in separate processes, which stands still between its laps.
 
@@ -103,7 +79,15 @@ class PacedRun:
             "run.mirror=null",
             f"+controllers.pacing={pacing}",
         ]
-        self._process = start_group(["ddptrain", *launch, *words, *own], self._output)
+        with self._output.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ddptrain", *launch, *words, *own],
+                env=environment_of_no_rank(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def warm_up(self) -> LapTimes:
         """The first steps, which compile, tune and allocate. Raises Unfit where they don't come."""
@@ -134,7 +118,9 @@ class PacedRun:
         return self._finished_lap()
 
     def end(self) -> None:
-        kill_group(self._process)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._socket.close()
         for line in self._lines:
             line.close()
@@ -161,4 +147,4 @@ class PacedRun:
             self._process.wait(30)  # torchrun waits for its ranks
         lines = self._output.read_text(errors="replace").splitlines()
         own = [line for line in lines if line.startswith("ddptrain: ")]
-        return own[-1].removeprefix("ddptrain: ") if own else last_lines(self._output)
+        return own[-1].removeprefix("ddptrain: ") if own else "\n".join(lines[-_TAIL_LINES:])

@@ -15,13 +15,12 @@ from ddptrain.config.strategy import uses_ddp
 from ddptrain.distributed.launcher.process import end_as_by_ctrl_c
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.text import print_tables
+from ddptrain.text import print_tables, say
 from ddptrain.tools.bench.ab_compare import (
     Bench,
     BenchResult,
     OverrideResult,
     compare_candidates,
-    print_stderr,
 )
 from ddptrain.tools.bench.ddp import exposed_table, of_ddp, ranks_for
 from ddptrain.tools.bench.paced_run import LapTimes, Unfit
@@ -78,7 +77,7 @@ def run(config: Config, words: Sequence[str], settings: Mapping[str, str]) -> in
     end_as_by_ctrl_c()  # its trainings end with it
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
     if config.thaw is not None:
-        print_stderr("note        what thaw= trains later is trained in all steps of this bench")
+        say("note        what thaw= trains later is trained in all steps of this bench")
     thawed = ["freeze=[]", "thaw=null"] if config.thaw is not None else []
     bench = Bench([*words, *thawed, *_OWN], ranks, own.steps, own.rounds, folder)
 

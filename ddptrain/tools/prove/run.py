@@ -24,7 +24,7 @@ from ddptrain.distributed.launcher.process import end_as_by_ctrl_c
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.run.assemble import eval_batch_size
-from ddptrain.run.setup import make_model, make_task, prepare
+from ddptrain.run.setup import check_extensions, make_model, make_task, prepare
 from ddptrain.text import first_few
 from ddptrain.tools.prove.kill_schedule import Moment, carry_out, marks, moments_of, next_kill, saved_step
 from ddptrain.tools.prove.process import Case, ProofResult, TrialFailed, Trials
@@ -57,6 +57,10 @@ def run(config: Config, proof: str, settings: Mapping[str, str], words: Sequence
     named = of_proof.pop("out", None)
     arguments = typed_arguments(prove, of_proof, f"prove {proof}")
     make_task(config)  # refuses what is wrong in its nodes
+    check_extensions(config)
+    observers = [node["_target_"] for node in config.observers.values()]
+    if proof != "eval" and "ddptrain.observe.jsonl.Jsonl" not in observers:
+        raise UserError(f"prove {proof}: compares metrics.jsonl; add jsonl: observers=[console,jsonl].")
     folder = _new_folder(named)
     keep = True
     try:

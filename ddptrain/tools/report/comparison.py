@@ -116,6 +116,22 @@ def ranking(runs: Sequence[RunFiles]) -> list[int]:
     return sorted(range(len(runs)), key=place)
 
 
+def metric_rows(every: Sequence[Metric]) -> list[tuple[str, list[str]]]:
+    """Of a single run: each metric's last value, its best, and the step of that."""
+    rows = []
+    for metric in every:
+        last, best = metric.scores[0]
+        step = NOTHING if best is None else f"{best.step:,.0f}"
+        rows.append((metric.title, [format_point(last), format_point(best), step]))
+    return rows
+
+
+def parts_of(splits: Sequence[Mapping[str, float]]) -> list[str]:
+    """The parts of the time that any of these has, in the order of a step."""
+    measured = dict.fromkeys(name for split in splits for name in split)
+    return [*(name for name in PARTS if name in measured), *(name for name in measured if name not in PARTS)]
+
+
 def time_split(run: RunFiles) -> dict[str, float]:
     """Seconds by part that took any, and what is left of the whole; empty where the run does not tell."""
     parts = {plain(name): number(value) for name, value in run.section("time").items()}

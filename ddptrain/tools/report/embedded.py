@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from ddptrain.observe.own_files import own_files
+from ddptrain.observe.plain_files import plain_files
 from ddptrain.text import plain
 from ddptrain.tools.report.run_files import RunFiles
 
@@ -33,7 +33,7 @@ def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
     embedded = Embedded()
     side = 1400 if len(runs) == 1 else 900
     for i, run in enumerate(runs):
-        for path in own_files(run.folder / "plots", "*"):
+        for path in plain_files(run.folder / "plots", "*"):
             if path.name == _SHOWN_AS_CURVES:
                 continue
             if path.suffix == ".txt":
@@ -49,8 +49,11 @@ def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
 
 
 def _text(path: Path) -> str:
-    with path.open(errors="replace") as file:
-        text = plain(file.read(_MOST_CHARACTERS + 1))
+    try:
+        with path.open(errors="replace") as file:
+            text = plain(file.read(_MOST_CHARACTERS + 1))
+    except OSError as error:
+        text = f"(can't be read: {error.strerror})"
     more = "\n… (cut here)" if len(text) > _MOST_CHARACTERS else ""
     return f'<pre tabindex="0">{escape(text[:_MOST_CHARACTERS])}{more}</pre>'
 

@@ -104,15 +104,8 @@ def _metrics(runs: Sequence[RunFiles]) -> str:
     if not metrics:
         return '<p class="soft">There are none yet.</p>'
     if len(runs) == 1:
-        single = [(metric.title, *metric.scores[0]) for metric in metrics]
-        facts = [
-            (
-                title,
-                [format_point(last), format_point(best), best and f"{best.step:,.0f}"],
-            )
-            for title, last, best in single
-        ]
-        return html_table("metric", ["last", "best", "at step"], facts, "number")
+        rows = comparison.metric_rows(metrics)
+        return html_table("metric", ["last", "best", "at step"], rows, "number")
     columns = [title for metric in metrics for title in (metric.title, "best")]
     names = run_names(runs)
     rows = [

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from html import escape
 
 from ddptrain.observe.clock import clock
-from ddptrain.tools.report.comparison import PARTS, distinguishing_settings, format_value, time_split
+from ddptrain.tools.report.comparison import (
+    PARTS,
+    distinguishing_settings,
+    format_value,
+    parts_of,
+    time_split,
+)
 from ddptrain.tools.report.curves import Panel, as_svg, span
 from ddptrain.tools.report.embedded import Embedded
 from ddptrain.tools.report.markup import colour_key, html_table, run_names, run_prefix
@@ -56,8 +62,7 @@ def _legend(runs: Sequence[RunFiles]) -> str:
 def where_time_went(runs: Sequence[RunFiles]) -> str:
     """A bar for each run, of its own whole time, and the numbers."""
     splits = [time_split(run) for run in runs]
-    measured = dict.fromkeys(name for split in splits for name in split)
-    parts = [*(name for name in PARTS if name in measured), *(name for name in measured if name not in PARTS)]
+    parts = parts_of(splits)
     if not parts:
         return ""
     several = len(runs) > 1

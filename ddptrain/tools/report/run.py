@@ -14,7 +14,7 @@ from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean, nearest
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import is_locked
-from ddptrain.observe.own_files import is_own
+from ddptrain.observe.plain_files import is_plain_file
 from ddptrain.text import plain, print_tables
 from ddptrain.tools.report.comparison import (
     NOTHING,
@@ -22,8 +22,10 @@ from ddptrain.tools.report.comparison import (
     compare_settings,
     format_point,
     format_value,
+    metric_rows,
     metrics,
     overview,
+    parts_of,
     ranking,
     short_names,
     time_split,
@@ -178,7 +180,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_sweep(folder: Path) -> bool:
-    return is_own(folder / LEDGER)
+    return is_plain_file(folder / LEDGER)
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -280,12 +282,7 @@ def _metrics(runs: Sequence[RunFiles]) -> list[Table]:
     if not every:
         return []
     if len(runs) == 1:
-        rows = []
-        for metric in every:
-            last, best = metric.scores[0]
-            step = NOTHING if best is None else f"{best.step:,.0f}"
-            rows.append((metric.title, [format_point(last), format_point(best), step]))
-        return [_table("metrics", "metric", ["last", "best", "at step"], rows, numbers=True)]
+        return [_table("metrics", "metric", ["last", "best", "at step"], metric_rows(every), numbers=True)]
     rows = [(metric.title, [_cell(metric, i) for i in order]) for metric in every]
     names = [runs[i].name for i in order]
     return [_by_run("metrics: last, best, * the best run", "metric", names, rows, numbers=True)]
@@ -299,7 +296,7 @@ def _cell(metric: Metric, run: int) -> str:
 
 def _times(runs: Sequence[RunFiles]) -> list[Table]:
     splits = [time_split(run) for run in runs]
-    parts = list(dict.fromkeys(name for split in splits for name in split))
+    parts = parts_of(splits)
     if not parts:
         return []
     rows = []

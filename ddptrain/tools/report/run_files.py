@@ -6,6 +6,7 @@ short or hold anything. What can't be read is left out, and said so.
 
 import json
 import math
+import os
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +15,12 @@ from typing import Any, NamedTuple
 
 from ddptrain.observe.changes import CHANGES
 from ddptrain.observe.lock import LOCK, is_locked
-from ddptrain.observe.own_files import is_own
+from ddptrain.observe.metrics_file import POSITION
+from ddptrain.observe.plain_files import is_plain_file
 from ddptrain.observe.summary_file import current_summary
 from ddptrain.text import parse_json, parse_yaml, plain
 
 _MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
-_PLACE = ("step", "epoch", "samples", "split")
 _MOST_KEYS = 2000  # Of a config: YAML's aliases make a short text endless
 _BRIEFLY = reprlib.Repr()
 _BRIEFLY.maxlist = _BRIEFLY.maxdict = _BRIEFLY.maxtuple = 20
@@ -84,7 +85,7 @@ class RunFiles:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _MARKS)
+    return any(os.path.isfile(folder / name) for name in _MARKS)  # false where it may not be read, too
 
 
 def read_run(folder: Path, name: str) -> RunFiles:
@@ -154,7 +155,7 @@ def _content(run: RunFiles, name: str) -> bytes | None:
     """None where there is no such file, or a link; b"" with a note where it can't be read."""
     path = run.folder / name
     try:
-        return path.read_bytes() if is_own(path) else None
+        return path.read_bytes() if is_plain_file(path) else None
     except OSError as error:
         run.notes.append(f"{name} can't be read ({error.strerror})")
         return b""
@@ -186,7 +187,7 @@ def _read_metrics(run: RunFiles) -> None:
             continue
         split, epoch = plain(line.get("split", "")), number(line.get("epoch"))
         for name, value in line.items():
-            if name in _PLACE or not _is_logged(value):
+            if name in POSITION or not _is_logged(value):
                 continue
             point = CurvePoint(step, epoch, number(value))
             if "/" in name:

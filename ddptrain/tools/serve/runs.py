@@ -9,6 +9,7 @@ from typing import final
 
 from ddptrain.errors import UserError, reason
 from ddptrain.observe.lock import LOCK, is_locked
+from ddptrain.observe.plain_files import is_plain_file
 from ddptrain.text import plain
 from ddptrain.tools.report.comparison import NOTHING, facts_of, format_point, metrics
 from ddptrain.tools.report.page import page
@@ -56,14 +57,14 @@ class Runs:
 
     def look(self) -> None:
         """Read what has changed."""
-        found = sorted(runs_below(self._folder), key=_begun, reverse=True)
+        folders = sorted(runs_below(self._folder), key=_begun, reverse=True)
         seen = dict(self._seen)
-        for i, (path, row) in enumerate(self._looked_at(found)):
+        for i, (path, row) in enumerate(self._looked_at(folders)):
             seen[path] = row
             if i % _AT_A_TIME == 0:
                 self._seen = dict(seen)
         self._seen = seen
-        there = [str(path.relative_to(self._folder)) for path in found]
+        there = [str(path.relative_to(self._folder)) for path in folders]
         self._seen = {path: self._seen[path] for path in there if path in self._seen}
 
     def rows(self) -> list[dict[str, str]]:
@@ -119,7 +120,7 @@ def _stamp(folder: Path) -> Stamp:
         except OSError:
             files.append((0, 0))
     going_on = (folder / LOCK).is_file() and is_locked(folder)
-    if not (folder / LEDGER).is_file():
+    if not is_plain_file(folder / LEDGER):
         return (*files, going_on)
     return (
         *files,
@@ -130,7 +131,7 @@ def _stamp(folder: Path) -> Stamp:
 
 def _row(folder: Path, path: str, version: str) -> Row:
     try:
-        return (_sweep if (folder / LEDGER).is_file() else _run)(folder, path, version)
+        return (_sweep if is_plain_file(folder / LEDGER) else _run)(folder, path, version)
     except Exception as error:  # whatever a stranger's folder holds, the others are shown
         return Row(plain(path), version, NOTHING, f"can't be read ({plain(reason(error))})", *[NOTHING] * 3)
 

@@ -23,6 +23,10 @@ _LOOKS_EVERY_S = 2.0
 _WORDS = ("address", "port")
 
 
+_OTHER_NAME = (
+    "This server answers to localhost and 127.0.0.1 only. To use another name, start it with address=<this"
+    " machine's address>."
+)
 _POLICY = (
     f"default-src 'none'; script-src {hash_of(SCRIPT)}; style-src {hash_of(STYLE)}; connect-src 'self';"
     " frame-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -99,7 +103,7 @@ def _handler(runs: Runs, on_loopback: bool) -> type[BaseHTTPRequestHandler]:
             host = (self.headers.get("Host") or "").rsplit(":", 1)[0].strip("[]")
             if on_loopback and not is_loopback(host):
                 # a page of another site that has given its own name this address
-                self._answer(403, "text/plain", "open it by its own address")
+                self._answer(403, "text/plain", _OTHER_NAME)
                 return
             path, _, query = self.path.partition("?")
             if path == "/":

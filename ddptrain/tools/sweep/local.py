@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, final
 
-from ddptrain.distributed.launcher.process import AGENT
+from ddptrain.distributed.launcher.process import AGENT, environment_of_no_rank
 from ddptrain.observe.lock import unwritable
 from ddptrain.tools.sweep.ledger import Job
 from ddptrain.tools.sweep.machines import OUTPUT, Attempt, Machines
@@ -27,12 +27,10 @@ class LocalAttempt(Attempt):
         except OSError as error:
             raise unwritable(folder, error, "sweep.dir") from error
         self._began = time.monotonic()
-        # without what a scheduler says to torchrun: a job is on this node alone
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         self._from = self._output.tell()
         self._process = subprocess.Popen(
             words,
-            env={**inherited, **variables, AGENT: str(os.getpid())},
+            env={**environment_of_no_rank(), **variables, AGENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

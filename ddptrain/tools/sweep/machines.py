@@ -68,7 +68,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """The sweep itself ends by an error."""
+        """The sweep's process ends before this attempt does: by an error, or by SIGHUP where jobs go on."""
 
     @abstractmethod
     def output(self) -> tuple[BinaryIO, int]:

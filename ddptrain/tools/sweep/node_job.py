@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from ddptrain.distributed.launcher.process import AGENT, end_with_agent
+from ddptrain.distributed.launcher.process import AGENT, end_with_agent, environment_of_no_rank
 from ddptrain.errors import ExitCode
 from ddptrain.tools.sweep.attempt_file import AttemptFile
 from ddptrain.tools.sweep.machines import OUTPUT
@@ -31,10 +31,9 @@ def main(folder: Path, number: int, words: list[str]) -> int:
         if not file.claim(facts):
             print("the sweep has given this attempt up", file=sys.stderr)
             return 0
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         process = subprocess.Popen(
             words,
-            env={**inherited, AGENT: str(os.getpid())},
+            env={**environment_of_no_rank(), AGENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

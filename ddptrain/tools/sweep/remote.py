@@ -8,13 +8,14 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
 from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import CORES
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.text import counted
+from ddptrain.text import counted, say
 from ddptrain.tools.sweep.attempt_file import AttemptFile
 from ddptrain.tools.sweep.ledger import Job
 from ddptrain.tools.sweep.machines import OUTPUT, Attempt, Machines
@@ -226,7 +227,8 @@ class RemoteMachines(Machines):
                 said = str(busy)
                 break
         if said and said != self._said:
-            print(f"{self.name}: {said}; it is asked again", file=sys.stderr, flush=True)
+            with suppress(OSError):  # whoever looked may have gone
+                say(f"{self.name}: {said}; it is asked again")
         self._said = said
 
 

@@ -89,9 +89,9 @@ class SweepRunner:
         self._ledger = ledger = Ledger(folder)
         before, changed = _asked_before(search, ledger.jobs, make)
         self._numbers, left = set(before), dict[int, Config]()
-        for job, made in before.values():
-            if made is not None and job.status != "done":
-                left[ledger.job(job.key, made.words).number] = made.config
+        for job, composed in before.values():
+            if composed is not None and job.status != "done":
+                left[ledger.job(job.key, composed.words).number] = composed.config
 
         def jobs() -> list[Job]:
             return [job for job in ledger.jobs if job.number not in changed]
@@ -208,12 +208,12 @@ def _asked_before(
     points = search.points(jobs)
     for job, point in points:
         try:
-            made = make(point)
-            key = job_key(made.config, made.program)
+            composed = make(point)
+            key = job_key(composed.config, composed.program)
         except UserError:
-            made, key = None, _refused_key(search.words(point))
+            composed, key = None, _refused_key(search.words(point))
         if key == job.key:
-            before[job.number] = job, made
+            before[job.number] = job, composed
     return before, {job.number for job, _ in points} - before.keys()
 
 
@@ -237,7 +237,11 @@ def _print_search(
         f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before; {machines.describe()}"
     )
     print(*ranges, sep="\n")
-    plan = [(job, made.config) for job, made in before.values() if made is not None and job.status != "done"]
+    plan = [
+        (job, composed.config)
+        for job, composed in before.values()
+        if composed is not None and job.status != "done"
+    ]
     while len(plan) < min(machines.parallel, _FIRST_POINTS) and (point := search.next_point(jobs)):
         jobs.append(Job(len(jobs) + len(changed), "", search.words(point)))
         try:

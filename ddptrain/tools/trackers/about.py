@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.keys import flat_values
 from ddptrain.observe.lock import lock_file
-from ddptrain.observe.own_files import is_own, own_files
+from ddptrain.observe.plain_files import is_plain_file, plain_files
 from ddptrain.observe.summary_file import current_summary
 from ddptrain.text import json_object, parse_yaml, replace_file
 
@@ -36,12 +36,12 @@ class About:
     def config(self) -> dict[str, Any]:
         """By dotted key."""
         path = self.folder / "config.yaml"
-        return flat_values(parse_yaml(path.read_text())) if is_own(path) else {}
+        return flat_values(parse_yaml(path.read_text())) if is_plain_file(path) else {}
 
     @property
     def command(self) -> str:
         path = self.folder / "command.txt"
-        return path.read_text("utf-8").strip() if is_own(path) else ""
+        return path.read_text("utf-8").strip() if is_plain_file(path) else ""
 
     @property
     def outcome(self) -> str:
@@ -55,19 +55,22 @@ class About:
 
     def documents(self) -> list[Path]:
         """The files that describe the run, as far as they are there. Links are not followed."""
-        return [path for name in _DOCUMENTS if is_own(path := self.folder / name)]
+        return [path for name in _DOCUMENTS if is_plain_file(path := self.folder / name)]
 
     def plots(self) -> list[Path]:
         """The newest pictures and texts, but for links."""
-        return [path for path in own_files(self.folder / "plots", "*.*") if path.suffix in (".png", ".txt")]
+        return [path for path in plain_files(self.folder / "plots", "*.*") if path.suffix in (".png", ".txt")]
 
     def checkpoint(self) -> Path | None:
-        """The one that is to be sent."""
+        """The one that is to be sent; none that is, or holds, a link."""
         saved = self.folder / "checkpoints"
-        if self.checkpoints == "best" and (saved / "best").is_dir():
-            return saved / "best"
-        steps = sorted(saved.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
-        return steps[-1] if self.checkpoints == "last" and steps else None
+        steps = [path for path in saved.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+        last = max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+        best = saved / "best" if (saved / "best").is_dir() else None
+        chosen = {"best": best, "last": last}.get(self.checkpoints)
+        if chosen is None or any(path.is_symlink() for path in (saved, chosen, *chosen.rglob("*"))):
+            return None
+        return chosen
 
 
 def about(folder: Path, to: str, project: str | None = None) -> About:
@@ -104,7 +107,7 @@ def _id_of(folder: Path) -> str:
     """Made once. Several jobs of a sweep may ask for their sweep's at the same time."""
     path = folder / _HOME / "run.json"
     path.parent.mkdir(exist_ok=True)
-    with (path.parent / "run.lock").open("w") as lock:
+    with (path.parent / "run.lock").open("a") as lock:  # what a link leads to stays as it is
         lock_file(lock, fcntl.LOCK_EX)
         if "id" not in json_object(path):
             _write(path, {"id": uuid.uuid4().hex[:16]})

@@ -72,6 +72,8 @@ class Tracker(Observer):
             result = {"error": "it does not answer"}
         if result["error"]:
             rest = f"python -m ddptrain report run={self._folder} to={self._to}"
-            log.warning("%-10s lacks something (%s); this sends it: %s", self._to, result["error"], rest)
+            log.warning(
+                "%-10s has not got everything (%s). To send the rest: %s", self._to, result["error"], rest
+            )
         else:
             log.info("%-10s has all of run %s in %s", self._to, result["run"], result["project"])

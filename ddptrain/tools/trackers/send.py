@@ -79,7 +79,7 @@ class Sender:
 
 def locked(folder: Path, to: str, how: int) -> IO[str]:
     """A file, locked while it is open: one process sends a run to a tracker. Raises BlockingIOError."""
-    file = (folder / "trackers" / f"{to}.lock").open("w")
+    file = (folder / "trackers" / f"{to}.lock").open("a")  # what a link leads to stays as it is
     lock_file(file, how)
     return file
 
@@ -101,6 +101,8 @@ def send_once(folder: Path, to: str, project: str | None) -> str:
         raise UserError(f"{words}: there is no such tracker.{hint}")
     if not is_installed(to):
         raise UserError(f"{words}: needs {to}: pip install 'ddptrain[{to}]'")
+    if (folder / "trackers").is_symlink():
+        raise UserError(f"{words}: {folder}/trackers is a link, which may lead anywhere. Remove it.")
     try:
         (folder / "trackers").mkdir(exist_ok=True)
         _lock = locked(folder, to, fcntl.LOCK_EX | fcntl.LOCK_NB)
