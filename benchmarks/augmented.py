@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import check_markers, compute_alone_on, made_with, publish, rounds_parser
+from common import compute_alone_on, made_with, publish, rounds_parser
 from pipelines import ENDLESS, write_jpegs
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -56,8 +56,6 @@ class Chunk(NamedTuple):
 
 def main() -> None:
     arguments = rounds_parser(__doc__, NAME, 15).parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     compute_alone_on(WORKERS)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "pictures"
@@ -75,7 +73,7 @@ def main() -> None:
             print(f"round {number} of {arguments.rounds}", file=sys.stderr, flush=True)
             for title in reversed(loaders) if number % 2 else loaders:
                 chunks[title].append(_chunk(loaders[title]))
-    lines = _table(size, {title: found[1:] for title, found in chunks.items()})
+    lines = _table(size, {title: measured[1:] for title, measured in chunks.items()})
     publish("\n".join([*lines, "", _note(arguments.rounds)]), NAME, arguments.write)
 
 
@@ -134,11 +132,11 @@ def _chunk(batches: Iterator[Any]) -> Chunk:
 
 def _cpu_seconds() -> float:
     """Of this process and all workers; those of other loaders wait."""
-    found = time.process_time()
+    seconds = time.process_time()
     for worker in multiprocessing.active_children():
         fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return found
+        seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def _table(size: float, chunks: Mapping[str, Sequence[Chunk]]) -> list[str]:
@@ -148,12 +146,12 @@ def _table(size: float, chunks: Mapping[str, Sequence[Chunk]]) -> list[str]:
         " | beside the first: median | least, most | CPU ms a sample | beside the first |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for title, found in chunks.items():
-        faster = [own.rate / theirs.rate for own, theirs in zip(found, base, strict=True)]
-        leaner = statistics.median(own.cpu / theirs.cpu for own, theirs in zip(found, base, strict=True))
-        rate, cpu = (statistics.median(of) for of in zip(*found, strict=True))
+    for title, measured in chunks.items():
+        faster = [own.rate / theirs.rate for own, theirs in zip(measured, base, strict=True)]
+        leaner = statistics.median(own.cpu / theirs.cpu for own, theirs in zip(measured, base, strict=True))
+        rate, cpu = (statistics.median(of) for of in zip(*measured, strict=True))
         spread = f"**{statistics.median(faster):.2f}** | {min(faster):.2f}, {max(faster):.2f}"
-        beside = ("1 |", "1") if found is base else (spread, f"{leaner:.2f}")
+        beside = ("1 |", "1") if measured is base else (spread, f"{leaner:.2f}")
         lines.append(f"| {title} | {rate:,.0f} | {beside[0]} | {cpu:.2f} | {beside[1]} |")
     return lines
 

@@ -4,7 +4,7 @@ that are written in the background. Runs with it and without take turns.
     python benchmarks/beside.py                                  # a Markdown table, in some 40 minutes
     python benchmarks/beside.py --cases watched --rounds 20
     python benchmarks/beside.py --cases saves --rounds 3 --blocks 8
-    python benchmarks/beside.py --write docs/performance.md      # and into that file
+    python benchmarks/beside.py --write FILE                     # and into that file, between its markers
 
 A run's seconds are those between its first and last log line, saves included. In `saves` each of the blocks
 sleeps, as a host does while its GPU computes: where all cores train, whatever is written in the background
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import final
 
 import torch
-from common import check_markers, made_with, publish, rounds_parser
+from common import made_with, publish, rounds_parser
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Data, Loss, Progress, Report, Task
@@ -66,8 +66,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self._seconds)
-        mixed: Tensor = self.linear(x)
-        return x + mixed.tanh()
+        hidden: Tensor = self.linear(x)
+        return x + hidden.tanh()
 
 
 @final
@@ -161,8 +161,6 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=30, help="of 67 MB, in saves (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="that a block sleeps (%(default)s)")
     arguments = parser.parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     large = LARGE.format(blocks=arguments.blocks, seconds=arguments.seconds)
     lines = ["| on 2 gloo ranks | a step, s | of one without (min to max) |", "|---|---:|---:|"]
     for name in arguments.cases.split(","):
@@ -191,12 +189,12 @@ def main() -> None:
 def _seconds_a_step(case: Case, words: str, large: str, folder: str) -> float:
     (Path(folder) / "conf" / "recipe").mkdir(parents=True)
     (Path(folder) / "conf" / "recipe" / "large.yaml").write_text(large)
-    told = f"{case.words} {words} device=cpu run.dir={folder}/run train.steps={case.steps}"
-    told += f" train.eval_every={case.steps}"
+    settings = f"{case.words} {words} device=cpu run.dir={folder}/run train.steps={case.steps}"
+    settings += f" train.eval_every={case.steps}"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "DDPTRAIN_WEBHOOK_URL": "http://127.0.0.1:9/"}
     line = [sys.executable, "-m", "ddptrain", "launch", "--nproc-per-node=2"]
-    line += [word.replace("{folder}", folder) for word in told.split()]
+    line += [word.replace("{folder}", folder) for word in settings.split()]
     with _scraped(PORT) if "prometheus" in words else nullcontext():
         done = subprocess.run(line, env=environment, capture_output=True, text=True)
     if done.returncode != 0:

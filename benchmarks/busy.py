@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import check_markers, made_with, publish, rounds_parser
+from common import made_with, publish, rounds_parser
 
 NAME = "busy"
 """Of the markers."""
@@ -39,18 +39,11 @@ def main() -> None:
     parser = rounds_parser(__doc__, NAME, 5)
     parser.add_argument("--neighbours", default="0,1,2", help="numbers of them (%(default)s)")
     parser.add_argument("--spins", default=f"{GNU},ours", help="values of GOMP_SPINCOUNT (%(default)s)")
-    parser.add_argument("--cases", default="", help="parts of their names")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     spins, numbers = arguments.spins.split(","), [int(k) for k in arguments.neighbours.split(",")]
-    parts = arguments.cases.split(",")
-    cases = {name: case for name, case in CASES.items() if any(part in name for part in parts)}
     seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for turn in range(arguments.rounds):
-        for name, (recipe, ranks, steps) in cases.items():
+        for name, (recipe, ranks, steps) in CASES.items():
             for k in numbers:
                 for spin in spins if turn % 2 == 0 else spins[::-1]:
                     with busy(k), tempfile.TemporaryDirectory() as folder:
@@ -59,7 +52,7 @@ def main() -> None:
                     seconds[name, spin, k].append(took)
     head = "".join(f" beside {k} |" for k in numbers)
     lines = [f"| milliseconds a step | `GOMP_SPINCOUNT` |{head}", f"|---|---|{'---:|' * len(numbers)}"]
-    for name in cases:
+    for name in CASES:
         for spin in spins:
             cells = "".join(_cell(seconds[name, spin, k], seconds[name, spin, numbers[0]]) for k in numbers)
             lines.append(f"| {name} | {spin} |{cells}")
@@ -96,8 +89,8 @@ def step_seconds(recipe: Sequence[str], ranks: int, steps: int, spin: str, folde
     return sum(time[part] for part in _STEP) / steps
 
 
-def _cell(found: Sequence[float], idle: Sequence[float]) -> str:
-    median = statistics.median(found)
+def _cell(measured: Sequence[float], idle: Sequence[float]) -> str:
+    median = statistics.median(measured)
     return f" {1000 * median:.1f} ({median / statistics.median(idle):.2f}) |"
 
 

@@ -1,5 +1,5 @@
 """What the benchmarks share: chunks that are compared, and tables that say where they were made; for those of
-a recipe's training also taking turns, the engine, and the optimizer of a hand-written loop."""
+a recipe's training also taking turns, and the optimizer of a hand-written loop."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -23,25 +23,12 @@ from loops import BASE, COMPARED, LOG_EVERY, Watch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddptrain.api.observer import RunInfo
-from ddptrain.api.recipe import Batch, Data, Loss, Progress, Report, Task
-from ddptrain.api.world import World
+from ddptrain.api.recipe import Batch, Loss, Progress, Report, Task
 from ddptrain.config.check import checked
 from ddptrain.config.compose import composed_tree
 from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import cores
-from ddptrain.distributed.watchdog.watchdog import Watchdog
-from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.loop import Engine
-from ddptrain.engine.precision import choose_precision
-from ddptrain.observe.console import Console, open_log
-from ddptrain.observe.dispatch import Observers
-from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.run.assemble import make_step, plan_run
-from ddptrain.run.make_strategy import make_strategy
 from ddptrain.run.optimizer import arguments_of
-from ddptrain.run.setup import make_model
 from ddptrain.verbs.argv import parse
 
 TOLERANCE = 1e-5
@@ -90,7 +77,7 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def check_markers(file: Path, name: str) -> None:
-    """Stop where the table would have no place; now, and not after an hour."""
+    """Stop where the table would have no place."""
     (begin, end), text = markers(name), file.read_text()
     if not (text.count(begin) == text.count(end) == 1 and text.index(begin) < text.index(end)):
         raise SystemExit(f"{file}: holds no lines {begin} and {end} to write between")
@@ -120,14 +107,33 @@ def compute_alone_on(cores: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
 
 
-def rounds_parser(doc: str | None, name: str, rounds: int) -> argparse.ArgumentParser:
-    """For the command line of a benchmark. doc: of its module. name: of its markers. rounds: by default."""
+def table_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """For the command line of a benchmark. doc: of its module. name: of its markers, which are looked for
+    before it measures."""
+
+    def page(text: str) -> Path:
+        check_markers(Path(text), name)
+        return Path(text)
+
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help="(%(default)s)")
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(name))}"
+        "--write", type=page, metavar="FILE", help=f"put the table between its {' and '.join(markers(name))}"
     )
     return parser
+
+
+def rounds_parser(doc: str | None, name: str, rounds: int) -> argparse.ArgumentParser:
+    """As `table_parser`, with the number of rounds. rounds: by default."""
+    parser = table_parser(doc, name)
+    parser.add_argument("--rounds", type=at_least_one, default=rounds, help="(%(default)s)")
+    return parser
+
+
+def at_least_one(text: str) -> int:
+    """The type of an argument."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return number
 
 
 def turns_asked(doc: str | None, name: str, rounds: int = 10) -> argparse.Namespace:
@@ -158,10 +164,10 @@ class DataWatch(Watch):
         if len(self.losses) < self._compared:
             self.losses.append(loss.detach() / count)
 
-    def batches(self, found: Iterator[Batch]) -> Iterator[Batch]:
+    def batches(self, upcoming: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
         asked = time.perf_counter_ns()
-        for batch in found:
+        for batch in upcoming:
             self.waits.append(time.perf_counter_ns() - asked)
             yield batch
             asked = time.perf_counter_ns()
@@ -181,9 +187,9 @@ def chunk_config(recipe: str, steps: int, *changes: str) -> Config:
 
 def composed(words: Sequence[str]) -> Config:
     """The config that a command line asks for."""
-    found = composed_tree(parse(words))
-    assert found is not None
-    return checked(found[0])
+    composed = composed_tree(parse(words))
+    assert composed is not None
+    return checked(composed[0])
 
 
 def take_turns(
@@ -217,19 +223,6 @@ def _chunk(name: str, loop: Loop, job: Any, steps: int, compared: int) -> Chunk:
     waited = sum(watch.waits[WARMUP + 1 :]) / 1e9  # a step ends when the next one has got its batch
     losses = [float(loss) for loss in watch.losses]
     return Chunk(statistics.fmean(timed), losses, waited / len(timed))
-
-
-def fit(config: Config, task: Task, data: Data, folder: Path, world: World = World()) -> None:  # noqa: B008
-    """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
-    open_log(str(folder / "log.txt"), world.is_first)
-    plan = plan_run(config, data)
-    strategy = make_strategy(config.strategy, world)
-    precision = choose_precision(config.precision, world.device)
-    model = make_model(config, task, world.device)
-    step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
-    checkpointer = Checkpointer(folder / "checkpoints", keep=1)
-    observers = Observers([Console(), Jsonl(), TensorBoard()])
-    Engine(data, step, checkpointer, observers).fit(RunInfo(folder, asdict(config), world))
 
 
 @final

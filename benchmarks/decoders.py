@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import check_markers, compute_alone_on, made_with, publish, rounds_parser
+from common import compute_alone_on, made_with, publish, rounds_parser
 from PIL import Image
 from pipelines import write_jpegs
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -52,8 +52,6 @@ class Chunk(NamedTuple):
 
 def main() -> None:
     arguments = rounds_parser(__doc__, NAME, 20).parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     compute_alone_on(1)
     with tempfile.TemporaryDirectory() as folder:
         size = write_jpegs(Path(folder))

@@ -33,9 +33,7 @@ from common import (
     Loop,
     Watched,
     adamw,
-    check_markers,
     chunk_config,
-    fit,
     made_with,
     publish,
     silent,
@@ -44,7 +42,7 @@ from common import (
     turns,
     turns_asked,
 )
-from loops import LOG_EVERY
+from loops import LOG_EVERY, fit
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 from torch.nn.utils import clip_grad_norm_
@@ -88,8 +86,6 @@ class Job:
 
 def main() -> None:
     arguments = turns_asked(__doc__, NAME, rounds=18)
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     torch.set_num_threads(THREADS)
     rounds, steps = arguments.rounds, arguments.steps
     print(f"detection: {rounds} rounds of {steps} steps", file=sys.stderr, flush=True)

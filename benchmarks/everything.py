@@ -1,4 +1,4 @@
-"""Every table of docs/performance.md, text.md, finetuning.md, reliability.md, fit.md, and the picture.
+"""Every CPU table of docs/performance.md, text.md, finetuning.md, reliability.md, fit.md, and the picture.
 
 python benchmarks/everything.py                      # in some three hours, 45 minutes of them for text.py
 python benchmarks/everything.py throughput startup   # some

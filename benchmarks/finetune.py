@@ -9,7 +9,6 @@ with other classes. On the small one both loops train a ResNet-18 for the same n
 weights and from those of the first set; each figure is the mean accuracy over seeds, after the last step.
 """
 
-import argparse
 import json
 import math
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import check_markers, made_with, markers, publish
+from common import made_with, publish, table_parser
 from PIL import Image, ImageDraw
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -59,15 +58,10 @@ class Task:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = table_parser(__doc__, NAME)
     parser.add_argument("--tasks", default=",".join(TASKS), help="(%(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="(%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
     arguments = parser.parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     lines = ["| set | start | hand-written loop | `recipe=finetune` |", "|---|---|---:|---:|"]
     for name in arguments.tasks.split(","):
@@ -87,7 +81,7 @@ def measured(task: Task, folder: Path, seeds: Sequence[int]) -> list[str]:
     task.make(folder)
     whole = trained(task, folder / "first", folder / "run-first", "null", 0, task.first_epochs)
     print(f"{task.title}: first set {whole:.4f}", file=sys.stderr, flush=True)
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    shares: dict[tuple[str, str], list[float]] = defaultdict(list)
     starts = {"random weights": "null", "the first set's weights": f"{folder}/run-first"}
     for seed in seeds:
         for start, weights in starts.items():
@@ -96,11 +90,11 @@ def measured(task: Task, folder: Path, seeds: Sequence[int]) -> list[str]:
             theirs = by_hand(
                 task, folder / "small", folder / "run-first" if weights != "null" else None, seed
             )
-            found[start, "ours"].append(ours)
-            found[start, "hand"].append(theirs)
+            shares[start, "ours"].append(ours)
+            shares[start, "hand"].append(theirs)
             print(f"{task.title}, {start}, seed {seed}: {theirs:.4f} {ours:.4f}", file=sys.stderr, flush=True)
     cells = {key: f"{100 * statistics.mean(v):.1f} % ({100 * min(v):.1f} to {100 * max(v):.1f})"
-             for key, v in found.items()}  # fmt: skip
+             for key, v in shares.items()}  # fmt: skip
     return [
         f"| {task.title} | {start} | {cells[start, 'hand']} | {cells[start, 'ours']} |" for start in starts
     ]
@@ -171,7 +165,7 @@ def _endless(train: ImageFolder, steps: int) -> Iterator[tuple[torch.Tensor, tor
             done += 1
 
 
-def drawn(folder: Path, kinds: Mapping[str, tuple[str, str]], count: int, seed: int) -> None:
+def draw_pictures(folder: Path, kinds: Mapping[str, tuple[str, str]], count: int, seed: int) -> None:
     """``count`` JPEGs of each kind (a shape and a colour): somewhere, turned and of any size, over noise and
     lines."""
     for name, (shape, colour) in kinds.items():
@@ -228,9 +222,9 @@ def _kinds(shapes: Sequence[str], colours: Sequence[str]) -> dict[str, tuple[str
 def _sets(folder: Path, small: Mapping[str, tuple[str, str]], count: int) -> None:
     first = {name: kind for name, kind in _kinds(SHAPES, list(COLOURS)).items() if name not in small}
     for part, many, seed in (("train", 60, 1), ("val", 5, 2)):
-        drawn(folder / "first" / part, dict(list(first.items())[:30]), many, seed)
-    drawn(folder / "small" / "train", small, count, 3)
-    drawn(folder / "small" / "val", small, max(20, 600 // len(small)), 4)
+        draw_pictures(folder / "first" / part, dict(list(first.items())[:30]), many, seed)
+    draw_pictures(folder / "small" / "train", small, count, 3)
+    draw_pictures(folder / "small" / "val", small, max(20, 600 // len(small)), 4)
 
 
 def four(folder: Path) -> None:
@@ -247,9 +241,9 @@ def digits(folder: Path) -> None:
     """scikit-learn's: 0 to 4 first, then 20 pictures of each of 5 to 9; all others of these are held out."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
+    digits = load_digits()
     seen: dict[int, int] = defaultdict(int)
-    for pixels, label in zip(found.images, found.target.tolist(), strict=True):
+    for pixels, label in zip(digits.images, digits.target.tolist(), strict=True):
         place, seen[label] = seen[label], seen[label] + 1
         part = ("val" if place % 10 == 9 else "train") if label < 5 else ("train" if place < 20 else "val")
         target = folder / ("first" if label < 5 else "small") / part / str(label)

@@ -122,20 +122,22 @@ def _run(name: str, limit: float, out: Path, small: bool, left: float) -> dict[s
             cut = "the budget" if left < limit else f"its limit of {limit:.0f} s"
         finally:
             end(process, everyone=True)
-    told_file = folder / "told.json"
-    told = json.loads(told_file.read_text()) if told_file.exists() else _nothing("failed", "it said nothing")
+    result_file = folder / "result.json"
+    result = (
+        json.loads(result_file.read_text()) if result_file.exists() else _nothing("failed", "it said nothing")
+    )
     if cut:
-        told["verdict"] = "cut short" if cut == "the budget" else "failed"
-        told["said"] = f"ended by {cut}"
+        result["verdict"] = "cut short" if cut == "the budget" else "failed"
+        result["said"] = f"ended by {cut}"
     elif process.returncode != 0:
-        told["verdict"] = "failed"
+        result["verdict"] = "failed"
     measured = {
         "rc": process.returncode,
         "seconds": time.monotonic() - began,
         "date": date,
         "limit": limit,
     }
-    return {**told, **measured, "tail": tail(folder / "part.txt")}
+    return {**result, **measured, "tail": tail(folder / "part.txt")}
 
 
 def _inside(name: str, out: Path, small: bool) -> None:
@@ -159,7 +161,7 @@ def _inside(name: str, out: Path, small: bool) -> None:
     except Exception as error:
         job.tell("failed", f"{type(error).__name__}: {error}")
         raise
-    print(f"{len(job.commands)} commands, {json.loads((job.folder / 'told.json').read_text())['said']}")
+    print(f"{len(job.commands)} commands, {json.loads((job.folder / 'result.json').read_text())['said']}")
 
 
 def _arguments() -> argparse.Namespace:

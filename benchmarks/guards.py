@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from common import at_least_one
 from loops import AUTO
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,7 +44,7 @@ from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.run.assemble import make_state
-from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_strategy
 from ddptrain.testing import run_ranks
 
 STEPS, WARMUP = 600, 30
@@ -214,7 +215,7 @@ def rounds(world: World, count: int, of: str, width: int) -> list[tuple[Chunk, C
         True: Setting(guarded=True, timed=True, logged=of == "logging", width=width),
         False: Setting(guarded=of != "guards", timed=of != "timing", logged=False, width=width),
     }
-    found = []
+    pairs = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(count):
             order = [True, False] if turn % 2 else [False, True]
@@ -222,30 +223,28 @@ def rounds(world: World, count: int, of: str, width: int) -> list[tuple[Chunk, C
                 which: chunk(world, settings[which], Path(folder) / f"{turn}-{which}") for which in order
             }
             assert taken[True].last_loss == taken[False].last_loss, "both train the same"
-            found.append((taken[True], taken[False]))
-    return found
+            pairs.append((taken[True], taken[False]))
+    return pairs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=at_least_one, default=60)
     parser.add_argument("--of", choices=["guards", "timing", "logging"], default="guards")
     parser.add_argument("--width", type=int, default=160)
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
-    found = run_ranks(
+    pairs = run_ranks(
         lambda world: rounds(world, arguments.rounds, arguments.of, arguments.width),
         arguments.ranks,
         timeout=3000,
     )[0]
-    ratios = sorted(whole.seconds / bare.seconds for whole, bare in found)
-    extra = statistics.median((whole.seconds - bare.seconds) * 1e6 for whole, bare in found)
-    worked = statistics.median((whole.worked - bare.worked) * 1e6 for whole, bare in found)
-    step = statistics.median(bare.seconds for _, bare in found)
+    ratios = sorted(whole.seconds / bare.seconds for whole, bare in pairs)
+    extra = statistics.median((whole.seconds - bare.seconds) * 1e6 for whole, bare in pairs)
+    worked = statistics.median((whole.worked - bare.worked) * 1e6 for whole, bare in pairs)
+    step = statistics.median(bare.seconds for _, bare in pairs)
     print(
-        f"{arguments.ranks} rank(s), {len(found)} rounds: a step takes {step * 1e3:.3f} ms without the"
+        f"{arguments.ranks} rank(s), {len(pairs)} rounds: a step takes {step * 1e3:.3f} ms without the"
         f" {arguments.of}, and {extra:.1f} us more with it: ratio {statistics.median(ratios):.3f}"
         f" (quartiles {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f});"
         f" the training thread works {worked:.1f} us more"

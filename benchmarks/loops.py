@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from workloads import SEED, Batch, Rows, Workload
 
 from ddptrain.api.observer import RunInfo
-from ddptrain.api.recipe import Loss, Progress, Report, Task
+from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Checkpoint, Config, LogSection, Train
@@ -33,8 +33,7 @@ from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.run.assemble import make_step, plan_run
-from ddptrain.run.make_strategy import make_strategy
-from ddptrain.run.setup import make_model
+from ddptrain.run.setup import make_model, make_strategy
 
 AUTO: dict[str, Any] = yaml.safe_load(files("ddptrain.conf").joinpath("strategy/auto.yaml").read_text())
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
@@ -169,7 +168,7 @@ def by_hand(run: Run) -> None:
 
 
 def with_ddptrain(run: Run) -> None:
-    """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
+    """ddptrain's engine."""
     config = Config(
         recipe="throughput",
         task={},
@@ -185,16 +184,20 @@ def with_ddptrain(run: Run) -> None:
         compile=run.compile,
         channels_last=run.workload.channels_last,
     )
-    task, data, world = Measured(run), run.workload.data, run.world
-    open_log(str(run.folder / "log.txt"), world.is_first)
+    fit(config, Measured(run), run.workload.data, run.folder, run.world)
+
+
+def fit(config: Config, task: Task, data: Data, folder: Path, world: World = World()) -> None:  # noqa: B008
+    """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
+    open_log(str(folder / "log.txt"), world.is_first)
     plan = plan_run(config, data)
     strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)
     step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     observers = Observers([Console(), Jsonl(), TensorBoard()] if world.is_first else [])
-    checkpointer = Checkpointer(run.folder / "checkpoints", keep=1)
-    Engine(data, step, checkpointer, observers).fit(RunInfo(run.folder, asdict(config), world))
+    checkpointer = Checkpointer(folder / "checkpoints", keep=1)
+    Engine(data, step, checkpointer, observers).fit(RunInfo(folder, asdict(config), world))
 
 
 @final

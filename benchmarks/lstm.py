@@ -26,9 +26,7 @@ from common import (
     Loop,
     Watched,
     adamw,
-    check_markers,
     chunk_config,
-    fit,
     made_with,
     publish,
     silent,
@@ -37,7 +35,7 @@ from common import (
     turns,
     turns_asked,
 )
-from loops import LOG_EVERY
+from loops import LOG_EVERY, fit
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -70,8 +68,6 @@ class Job:
 
 def main() -> None:
     arguments = turns_asked(__doc__, NAME)
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     torch.set_num_threads(THREADS)
     lstms_in_what_the_cpu_has()  # in the loop by hand, too
     rounds, steps = arguments.rounds, arguments.steps

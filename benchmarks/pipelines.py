@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import check_markers, compute_alone_on, made_with, publish, rounds_parser
+from common import compute_alone_on, made_with, publish, rounds_parser
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder as TorchvisionFolder
@@ -84,8 +84,6 @@ class InMemory(ImageSource):
 
 def main() -> None:
     arguments = rounds_parser(__doc__, NAME, 40).parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     compute_alone_on(1)
     with tempfile.TemporaryDirectory() as folder:
         lines = _measured("32 x 32, batches of 128", small(), 128, arguments.rounds)
@@ -200,7 +198,7 @@ def _measured(title: str, pipelines: Sequence[Pipeline], batch: int, rounds: int
     for number in range(rounds + 1):  # the first is not counted: in it caches are filled
         for pipeline in reversed(pipelines) if number % 2 else pipelines:
             rates[pipeline.title].append(_rate(pipeline, batch))
-    return _table(title, {name: found[1:] for name, found in rates.items()})
+    return _table(title, {name: measured[1:] for name, measured in rates.items()})
 
 
 def _rate(pipeline: Pipeline, batch: int) -> float:
@@ -217,12 +215,12 @@ def _table(title: str, rates: Mapping[str, Sequence[float]]) -> list[str]:
         f"| {title} | samples/s a core | beside the first: median | quartiles | least, most |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, found in rates.items():
-        ratios = [own / theirs for own, theirs in zip(found, base, strict=True)]
+    for name, measured in rates.items():
+        ratios = [own / theirs for own, theirs in zip(measured, base, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         spread = f"{low:.2f}, {high:.2f} | {min(ratios):.2f}, {max(ratios):.2f}"
-        shown = "1 | |" if found is base else f"**{middle:.2f}** | {spread}"
-        lines.append(f"| {name} | {statistics.median(found):,.0f} | {shown} |")
+        shown = "1 | |" if measured is base else f"**{middle:.2f}** | {spread}"
+        lines.append(f"| {name} | {statistics.median(measured):,.0f} | {shown} |")
     return lines
 
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import THREADS, check_markers, made_with, publish
+from common import THREADS, made_with, publish, rounds_parser
 
 NAME = "ports"
 """Of the markers."""
@@ -36,17 +36,13 @@ _MARK = "TURNS"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
+    parser = rounds_parser(__doc__, NAME, 20)
     parser.add_argument("--examples", default=",".join(NAMES), help="(%(default)s)")
-    parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--turns", metavar="EXAMPLE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.turns:
         print(_MARK, json.dumps(take_turns(arguments.turns, arguments.rounds)))
         return
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     lines = [
         "| example | plain loop | `ddptrain.fit`, beside it: median | least | most |",
         "|---|---:|---:|---:|---:|",

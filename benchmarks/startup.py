@@ -2,7 +2,6 @@
 
     python benchmarks/startup.py                      # a Markdown table on stdout, in some 8 minutes
     python benchmarks/startup.py --write docs/performance.md    # and into that file
-    python benchmarks/startup.py --exits 200          # instead: how many two-rank trainings end badly
 
 Whole processes take turns, A B, then B A, and a ratio is taken within one round. Both train the same small
 network on as many samples, write TensorBoard scalars and a checkpoint (startup_work/). Time runs from the
@@ -10,7 +9,6 @@ start of the command to the end of the first optimizer step of the slowest rank,
 included.
 """
 
-import argparse
 import json
 import os
 import re
@@ -25,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common import check_markers, made_with, publish, rounds_parser
+from common import made_with, publish, rounds_parser
 
 NAME = "startup"
 """Of the markers."""
@@ -91,9 +89,9 @@ def run(words: Sequence[str], ranks: int, weigh: bool = False) -> tuple[Start, i
 def start(ours: bool, ranks: int, weigh: bool = False) -> Start:
     """One that ended well: the script by hand sometimes dies at its exit, when all is done."""
     for _ in range(10):
-        found, code = run(command(ours, ranks), ranks, weigh)
+        measured, code = run(command(ours, ranks), ranks, weigh)
         if code == 0:
-            return found
+            return measured
     raise SystemExit(f"{' '.join(command(ours, ranks))} has failed ten times")
 
 
@@ -103,8 +101,8 @@ def _memory_of(mark: str) -> float:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{NOTES}={mark}".encode() in (folder / "environ").read_bytes():
-                found = re.search(r"^Pss: +(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)
-                total += int(found[1]) if found else 0
+                pss = re.search(r"^Pss: +(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                total += int(pss[1]) if pss else 0
         except OSError:  # it has ended meanwhile
             continue
     return total / 1024
@@ -184,14 +182,14 @@ def tokens(shared: bool) -> float:
     ) as job:
         while True:
             text = log.read_text() if log.exists() else ""
-            if found := re.search(rf"step {LSTM_STEPS}/.*?([\d,.]+) samples/s", text):
+            if rate := re.search(rf"step {LSTM_STEPS}/.*?([\d,.]+) samples/s", text):
                 break
             if job.poll() is not None:
                 raise SystemExit(f"lstm_text has ended early: {text}")
             time.sleep(0.1)
         job.kill()  # and its ranks with it
     shutil.rmtree(folder)
-    return float(found[1].replace(",", ""))
+    return float(rate[1].replace(",", ""))
 
 
 def notes(rounds: int) -> list[str]:
@@ -209,39 +207,10 @@ def notes(rounds: int) -> list[str]:
     return [" ".join(lines)]
 
 
-def exits(count: int) -> None:
-    """Print how many of so many trainings on two ranks end with an exit code other than 0."""
-    os.environ["DDPTRAIN_CORES"] = "2"  # one thread a rank, as under torchrun
-    bad: dict[bool, list[int]] = {True: [], False: []}
-    for number in range(1, count + 1):
-        for ours in (True, False):
-            _, code = run(command(ours, 2), 2)
-            bad[ours] += [code] if code else []
-        if number % 10 == 0 or number == count:
-            said = (
-                f"of {number}: launch {len(bad[True])} {bad[True]}, torchrun and the script {len(bad[False])}"
-            )
-            print(said, flush=True)
-
-
 def main() -> None:
-    arguments = _arguments()
-    if arguments.exits:
-        exits(arguments.exits)
-        return
-    if arguments.write is not None:
-        check_markers(arguments.write, NAME)
+    arguments = rounds_parser(__doc__, NAME, 7).parse_args()
     table = measured(arguments.rounds)
     publish("\n".join([*table, "", *notes(arguments.rounds)]), NAME, arguments.write)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = rounds_parser(__doc__, NAME, 7)
-    parser.add_argument("--exits", type=int, metavar="N", help="count the ends of N trainings instead")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
-    return arguments
 
 
 if __name__ == "__main__":

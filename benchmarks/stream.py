@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import check_markers, made_with, publish, rounds_parser
+from common import made_with, publish, rounds_parser
 from PIL import Image
 
 from ddptrain.api.sampler import Sampler
@@ -42,8 +42,6 @@ LATENCY_S, BYTES_A_S, STEP_S = 0.02, 50e6, 0.2
 
 def main() -> None:
     arguments = rounds_parser(__doc__, NAME, 7).parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         pictures, blocks = home / "pictures", home / "blocks"
@@ -63,11 +61,11 @@ def main() -> None:
         near = [paced(ours(files)) for _ in range(3)]
         far = [cold(blocks, home / f"cold-{i}") for i in range(3)]
     lines = ["| | samples/s, median | stream beside it: median | least, most |", "|---|---:|---:|---:|"]
-    for name, found in speeds.items():
-        ratios = [own / other for own, other in zip(speeds["stream"], found, strict=True)]
+    for name, measured in speeds.items():
+        ratios = [own / other for own, other in zip(speeds["stream"], measured, strict=True)]
         spread = f"{min(ratios):.2f}, {max(ratios):.2f}" if name != "stream" else ""
         middle = f"**{statistics.median(ratios):.2f}**" if name != "stream" else "1"
-        lines.append(f"| {name} | {statistics.median(found):.0f} | {middle} | {spread} |")
+        lines.append(f"| {name} | {statistics.median(measured):.0f} | {middle} | {spread} |")
     size = f"{COUNT} JPEGs of {PIXELS}x{PIXELS} pixels, cut to {SIDE}x{SIDE}"
     note = (
         f"{size}; {WORKERS} workers, batches of {BATCH}; {arguments.rounds} rounds in which all take turns."
@@ -155,7 +153,7 @@ def paced(batches: Iterator[Any]) -> float:
     return waited / (time.perf_counter() - began)
 
 
-def serve(folder: Path, told: Any) -> None:
+def serve(folder: Path, port: Any) -> None:
     """Files by HTTP, far away."""
     lock, free_at = threading.Lock(), [0.0]
 
@@ -181,7 +179,7 @@ def serve(folder: Path, told: Any) -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        told.send(server.server_address[1])
+        port.send(server.server_address[1])
         server.serve_forever()
 
 

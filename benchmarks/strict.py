@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from common import check_markers, composed, made_with, publish, rounds_parser
+from common import composed, made_with, publish, rounds_parser
 
 from ddptrain.api.world import World
 from ddptrain.config.strategy import is_strict
@@ -44,8 +44,6 @@ BATCH, STEPS = 128, 3
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     lines = [
         f"| {BATCH} CIFAR-sized pictures per step | {' | '.join(SETTINGS)} |",
         f"|---|{'---|' * len(SETTINGS)}",
@@ -64,8 +62,8 @@ def main() -> None:
 
 
 def _cells(recipe: str, ranks: int, rounds: int) -> str:
-    found = run_ranks(lambda world: _rounds(world, recipe, rounds), ranks, timeout=3000)[0]
-    base, *others = found
+    measured = run_ranks(lambda world: _rounds(world, recipe, rounds), ranks, timeout=3000)[0]
+    base, *others = measured
     cells = [_milliseconds(base)]
     for seconds in others:
         ratios = sorted(own / auto for own, auto in zip(seconds, base, strict=True))
@@ -125,8 +123,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2", help="numbers of them (%(default)s)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of %(default)s")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
     unknown = [name for name in arguments.recipes.split(",") if name not in RECIPES]
     if unknown:
         parser.error(f"--recipes: {unknown[0]} is none of {', '.join(RECIPES)}")

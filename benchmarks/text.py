@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from common import check_markers, made_with, markers, publish
+from common import made_with, publish, table_parser
 
 from ddptrain.data.text.corpus import Document, StandardLibrary
 
@@ -66,8 +66,6 @@ class Trained:
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     _hold_to(arguments.cores)
     rows = compressed()
     for recipe in arguments.recipes.split(","):
@@ -186,13 +184,10 @@ def _note(minutes: float) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = table_parser(__doc__, NAME)
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of %(default)s")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each recipe (%(default)g)")
     parser.add_argument("--cores", type=int, default=2, help="that each process may use (%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
     arguments = parser.parse_args()
     unknown = [name for name in arguments.recipes.split(",") if name not in RECIPES]
     if unknown:

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bars import draw
-from common import Chunk, check_markers, compare, made_with, markers, publish, silent
+from common import Chunk, at_least_one, compare, made_with, publish, silent, table_parser
 from loops import BASE, LOG_EVERY, Run, Watch
 from peers import PEERS
 from workloads import Workload, lstm, mobilenet, mobilenet_as_torchvision_has_it, tiny
@@ -85,18 +85,16 @@ def main() -> None:
     if arguments.measure:
         measure(CASES[arguments.measure], arguments.peers.split(","), arguments.rounds, arguments.out)
         return
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     wanted = arguments.peers.split(",") if arguments.peers else list(PEERS)
     results: dict[str, dict[str, list[Chunk]]] = {}
     for name in arguments.cases.split(","):
         asked = wanted if arguments.peers else CASES[name].peers
         peers = [peer for peer in asked if PEERS[peer].is_installed()]
-        results[name] = _kept(name, peers, arguments.rounds or CASES[name].rounds, arguments.keep)
+        results[name] = _in_processes(name, peers, arguments.rounds or CASES[name].rounds)
     publish("\n".join([*_table(results), "", *_notes(results, wanted)]), NAME, arguments.write)
     if arguments.plot:
-        drawn = {CASES[name].title: _by_title(chunks) for name, chunks in results.items()}
-        draw(drawn, "median and quartiles; " + made_with("torch"), arguments.plot)
+        speeds = {CASES[name].title: _by_title(chunks) for name, chunks in results.items()}
+        draw(speeds, "median and quartiles; " + made_with("torch"), arguments.plot)
     if arguments.at_most is not None:
         _check(results, arguments.at_most)
 
@@ -146,19 +144,6 @@ def _quiet(steps: Sequence[float], window: int) -> float:
     """
     places = [sorted(steps[place::window]) for place in range(window)]
     return statistics.fmean(at_place[len(at_place) // 10] for at_place in places)
-
-
-def _kept(name: str, peers: Sequence[str], rounds: int, folder: Path | None) -> dict[str, list[Chunk]]:
-    """A case's chunks, out of the folder where an earlier call has left them there."""
-    file = None if folder is None else folder / f"{name}.json"
-    if file is not None and file.exists():
-        kept = json.loads(file.read_text())
-        return {peer: [Chunk(**chunk) for chunk in chunks] for peer, chunks in kept.items()}
-    chunks = _in_processes(name, peers, rounds)
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({peer: [asdict(chunk) for chunk in own] for peer, own in chunks.items()}))
-    return chunks
 
 
 def _in_processes(name: str, peers: Sequence[str], rounds: int) -> dict[str, list[Chunk]]:
@@ -239,16 +224,9 @@ def _rounds(case: Case, chunks: Sequence[Chunk]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(description=description)
+    parser = table_parser(__doc__, NAME)
     parser.add_argument("--cases", default=",".join(CASES), help="of %(default)s")
-    parser.add_argument("--rounds", type=int, help="of each case, instead of its own")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="leave each case there, or take it from there"
-    )
+    parser.add_argument("--rounds", type=at_least_one, help="of each case, instead of its own")
     parser.add_argument("--peers", help=f"{BASE} and some of {', '.join(PEERS)}")
     parser.add_argument(
         "--at-most", type=float, metavar="RATIO",
@@ -261,8 +239,6 @@ def _arguments() -> argparse.Namespace:
     unknown = [name for name in arguments.cases.split(",") if name not in CASES]
     if unknown:
         parser.error(f"--cases: {unknown[0]} is none of {', '.join(CASES)}")
-    if arguments.rounds is not None and arguments.rounds < 1:
-        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
     return arguments
 
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from common import check_markers, made_with, publish, rounds_parser
+from common import made_with, publish, rounds_parser
 
 NAME = "trackers"
 """Of the markers."""
@@ -33,8 +33,6 @@ def main() -> None:
     parser = rounds_parser(__doc__, NAME, 4)
     parser.add_argument("--steps", type=int, default=1600, help="(%(default)s)")
     arguments = parser.parse_args()
-    if arguments.write:
-        check_markers(arguments.write, NAME)
     seconds: dict[str, list[float]] = defaultdict(list)
     weights = set()
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=64) as mute:

@@ -39,10 +39,10 @@ def compiles() -> None:
         return torch.sin(x) * 2 + 1
 
     given = torch.linspace(0, 1, 1000, device="cuda")
-    found = torch.compile(wave)(given)
+    compiled = torch.compile(wave)(given)
     if not counters["stats"]["unique_graphs"]:
         raise SystemExit("torch.compile has compiled nothing and ran eagerly")
-    difference = float((found.cpu() - wave(given.cpu())).abs().max())
+    difference = float((compiled.cpu() - wave(given.cpu())).abs().max())
     if not difference < 1e-5:
         raise SystemExit(f"a compiled function is off by {difference}")
 
@@ -77,9 +77,9 @@ def finds_races() -> None:
     raise SystemExit("torch's CUDA sanitizer has not found a planted race")
 
 
-def _equal(found: float, expected: float, what: str) -> None:
-    if found != expected:
-        raise SystemExit(f"{what} is {found}, not {expected}")
+def _equal(value: float, expected: float, what: str) -> None:
+    if value != expected:
+        raise SystemExit(f"{what} is {value}, not {expected}")
 
 
 ABILITIES = {

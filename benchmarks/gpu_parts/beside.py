@@ -117,11 +117,11 @@ def beside(job: Job) -> str:
         words = [name, str(batch), str(steps), str(rounds), ",".join(asked), str(file)]
         search = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
         job.run(name, str(Path(__file__)), *words, PYTHONPATH=search)
-        found = json.loads(file.read_text())
-        ratios = _ratios(found["seconds"])
-        job.figure(name, {"title": case.title, "batch": batch, "ratios": ratios, **found})
+        measured = json.loads(file.read_text())
+        ratios = _ratios(measured["seconds"])
+        job.figure(name, {"title": case.title, "batch": batch, "ratios": ratios, **measured})
         said.append(f"{name} {statistics.median(ratios['ddptrain']):.3f}")
-        wrong = {loop: off for loop, off in found["apart"].items() if not off <= ALIKE[case.precision]}
+        wrong = {loop: off for loop, off in measured["apart"].items() if not off <= ALIKE[case.precision]}
         need(not wrong, f"{name}: first losses differ from the hand-written loop's: {wrong}")
     skipped = "" if len(asked) == len(LOOPS) else f"; not compiled: {job.lacks['compiles']}"
     return f"a step of ddptrain in hand-written ones: {', '.join(said)}{skipped}"

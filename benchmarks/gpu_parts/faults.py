@@ -114,16 +114,20 @@ def _memory(job: Job) -> int:
 def monitor(job: Job) -> str:
     """What the run reads of its GPU, in its summary and while it runs."""
     steps = job.pick(600, 8)
-    found = job.train("watched", *WORDS, "log.every=2", f"train.steps={steps}")
-    gpus = {name: told for name, told in found.summary.get("devices", {}).items() if name.startswith("gpu")}
+    training = job.train("watched", *WORDS, "log.every=2", f"train.steps={steps}")
+    gpus = {
+        name: device for name, device in training.summary.get("devices", {}).items() if name.startswith("gpu")
+    }
     job.figure("gpus", gpus)
     need(bool(gpus), "the summary tells nothing of a GPU")
-    for name, told in gpus.items():
-        missing = {"utilisation", "memory_gib", "power_w", "temperature_c"} - set(told["mean"])
+    for name, device in gpus.items():
+        missing = {"utilisation", "memory_gib", "power_w", "temperature_c"} - set(device["mean"])
         need(not missing, f"{name}: no {', '.join(sorted(missing))}")
-        need(told["peak"]["memory_gib"] > 0, f"{name}: no memory in use")
-        need(told["readings"] > 0, f"{name}: no reading")
-    return ", ".join(f"{name}: {told['readings']} readings of {told['name']}" for name, told in gpus.items())
+        need(device["peak"]["memory_gib"] > 0, f"{name}: no memory in use")
+        need(device["readings"] > 0, f"{name}: no reading")
+    return ", ".join(
+        f"{name}: {device['readings']} readings of {device['name']}" for name, device in gpus.items()
+    )
 
 
 def two_jobs(job: Job) -> str:

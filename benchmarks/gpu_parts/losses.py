@@ -1,4 +1,5 @@
-"""Every recipe's first losses on the GPU, in each precision, beside the CPU's in fp32."""
+"""First losses of the recipes that need no data of one's own, on the GPU in each precision, beside the CPU's
+in fp32."""
 
 import importlib.util
 import json
@@ -51,7 +52,7 @@ def losses(job: Job) -> str:
     asked = [name for name in RECIPES if name != "cnn_digits" or importlib.util.find_spec("sklearn")]
     search = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
 
-    def found(recipe: str) -> dict[str, Any]:
+    def losses_of(recipe: str) -> dict[str, Any]:
         words = [f"recipe={recipe}", *RECIPES[recipe], *(text if "_text" in recipe else ())]
         words += [f"train.batch_size={64 if recipe == 'speedrun_cifar10' else 8}", f"train.steps={steps}"]
         file = job.folder / f"{recipe}.json"
@@ -61,14 +62,14 @@ def losses(job: Job) -> str:
             job.run(recipe, str(Path(__file__)), str(file), asked, *words, PYTHONPATH=search)
         except Failed as failure:
             return {"cpu": str(failure)}
-        told: dict[str, Any] = json.loads(file.read_text())
-        return told
+        losses: dict[str, Any] = json.loads(file.read_text())
+        return losses
 
     rows = {}
     job.figure("left out", sorted(set(RECIPES) - set(asked)))
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
-        for name, told in zip(asked, pool.map(found, asked), strict=True):
-            rows[name] = _row(told)
+        for name, losses in zip(asked, pool.map(losses_of, asked), strict=True):
+            rows[name] = _row(losses)
             job.figure("rows", rows)
     wrong = [f"{name} {row['wrong']}" for name, row in rows.items() if row["wrong"]]
     if wrong:
@@ -80,12 +81,13 @@ def losses(job: Job) -> str:
 def main(file: Path, precisions: Sequence[str], words: Sequence[str]) -> None:
     """One recipe: what it makes of its first steps on each device, or why it did not."""
     import torch  # here, for the part only starts this
-    from common import DataWatch, Watched, composed, fit
+    from common import DataWatch, Watched, composed
+    from loops import fit
 
     from ddptrain.api.world import World
     from ddptrain.run.setup import make_task
 
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     for name in ("cpu", *precisions):
         world = World() if name == "cpu" else World(device=torch.device("cuda", 0))
         precision = "fp32" if name == "cpu" else name
@@ -99,21 +101,21 @@ def main(file: Path, precisions: Sequence[str], words: Sequence[str]) -> None:
                 fit(config, Watched(task, watch), data, Path(folder), world)
         except Exception as error:
             traceback.print_exc()
-            found[name] = f"{type(error).__name__}: {error}"[:300]
+            losses[name] = f"{type(error).__name__}: {error}"[:300]
         else:
-            found[name] = [float(loss) for loss in watch.losses]
-    file.write_text(json.dumps(found))
+            losses[name] = [float(loss) for loss in watch.losses]
+    file.write_text(json.dumps(losses))
 
 
-def _row(told: Mapping[str, list[float] | str]) -> dict[str, Any]:
+def _row(losses: Mapping[str, list[float] | str]) -> dict[str, Any]:
     """The losses of each, the greatest differences, and what is wrong with them."""
     row: dict[str, Any] = {"losses": {}, "first": {}, "later": {}, "wrong": ""}
-    theirs = told["cpu"]
+    theirs = losses["cpu"]
     if isinstance(theirs, str):
         return {**row, "wrong": f"on the CPU: {theirs}"}
     row["losses"]["cpu"] = theirs
-    for precision in told.keys() & FIRST.keys():
-        ours = told[precision]
+    for precision in losses.keys() & FIRST.keys():
+        ours = losses[precision]
         if isinstance(ours, str):
             row["wrong"] += f"in {precision}: {ours} "
             continue

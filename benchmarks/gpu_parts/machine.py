@@ -55,8 +55,8 @@ def is_simulated(lacks: Mapping[str, str]) -> bool:
 
 def _processor() -> str:
     file = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
-    return found[1] if found else platform.processor()
+    model = re.search(r"^model name\s*: (.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
+    return model[1] if model else platform.processor()
 
 
 def _reason(code: int, said: str) -> str:

@@ -88,8 +88,8 @@ class Job:
 
     def tell(self, verdict: str, said: str) -> None:
         """Put down what is known, for the one who started this part."""
-        told = {"verdict": verdict, "said": said, "figures": self.figures, "commands": self.commands}
-        write_json(self.folder / "told.json", told)
+        result = {"verdict": verdict, "said": said, "figures": self.figures, "commands": self.commands}
+        write_json(self.folder / "result.json", result)
 
     def figure(self, name: str, value: Any) -> None:
         """Kept even where the part fails or is killed later."""
@@ -137,11 +137,11 @@ class Job:
         device = [] if any(word.startswith("device=") for word in words) else ["device=cuda"]
         line = [*verb, *words, *device, "observers=[console,jsonl,plots]", f"run.dir={name}"]
         ran = self.run(name, "-m", "ddptrain", *line, code=0, **variables)
-        found = trained(self.folder / name, ran)
-        need(bool(found.losses), f"{name}: left no loss")
-        numbers = [value for row in found.valid for value in row.values()]
-        need(all(map(math.isfinite, [*found.losses, *numbers])), f"{name}: a loss or metric is no number")
-        return found
+        training = trained(self.folder / name, ran)
+        need(bool(training.losses), f"{name}: left no loss")
+        numbers = [value for row in training.valid for value in row.values()]
+        need(all(map(math.isfinite, [*training.losses, *numbers])), f"{name}: a loss or metric is no number")
+        return training
 
 
 def trained(folder: Path, ran: Ran) -> Trained:
@@ -156,13 +156,13 @@ def trained(folder: Path, ran: Ran) -> Trained:
     return Trained(ran, losses, valid, json.loads((folder / "summary.json").read_text()))
 
 
-def speed(found: Trained) -> dict[str, Any]:
+def speed(training: Trained) -> dict[str, Any]:
     """What a run says of its time, for the table."""
-    summary = found.summary
+    summary = training.summary
     kept = {name: summary.get(name) for name in ("samples_per_s", "mfu", "peak_memory_mib")}
     total = sum(summary["time"].values())
     shares = {name: seconds / total for name, seconds in summary["time"].items()} if total else {}
-    return {**kept, "time": shares, "seconds": found.ran.seconds, "verdict": summary["verdict"]}
+    return {**kept, "time": shares, "seconds": training.ran.seconds, "verdict": summary["verdict"]}
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -196,14 +196,14 @@ def end(process: subprocess.Popen[bytes], everyone: bool = False) -> None:
 
 def ranks_of(process: subprocess.Popen[bytes]) -> dict[int, int]:
     """The process of each rank that ``launch`` has started, by the name that it gives them."""
-    found = {}
+    pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             rank = re.match(r"ddptrain-rank(\d+)", (folder / "comm").read_text())
             if int(parent) == process.pid and rank:
-                found[int(rank[1])] = int(folder.name)
-    return found
+                pids[int(rank[1])] = int(folder.name)
+    return pids
 
 
 def wait_for(job: Job, name: str, text: str, process: subprocess.Popen[bytes]) -> None:

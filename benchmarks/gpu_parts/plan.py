@@ -34,7 +34,7 @@ PARTS = {
         590,
         ("compiles", "graphs"),
     ),
-    "captured": Part("Captured steps of every recipe, by bits", captured.captured, 200, 590, ("graphs",)),
+    "captured": Part("Captured steps of 14 recipes, by bits", captured.captured, 200, 590, ("graphs",)),
     "captured-prove": Part("`prove resume`, captured", captured.prove_captured, 60, 590, ("graphs",)),
     "modes": Part("A step eager, captured, compiled, and both", modes, 450, 590, ("graphs",)),
     "speedrun-captured": Part(
@@ -46,7 +46,7 @@ PARTS = {
     "graphs-text": Part(
         "CUDA graphs and a carried state", trainings.graphs_text, 60, 300, ("compiles", "graphs")
     ),
-    "losses": Part("Every recipe's first losses, against the CPU's", losses, 240, 590),
+    "losses": Part("First losses of 14 recipes, against the CPU's", losses, 240, 590),
     "beside": Part("The engine beside a hand-written loop", beside, 180, 590),
     "shared": Part("Two ranks on one GPU, over gloo", trainings.shared_gpu, 40),
     "kill": Part("A rank is killed", faults.kill, 50),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import drawn
+from gpu_parts import plots
 from gpu_parts.losses import FIRST, LATER
 from gpu_parts.machine import is_simulated
 from gpu_parts.modes import MODES
@@ -21,7 +21,7 @@ Results = Mapping[str, Any]
 
 def write(results: Results, out: Path) -> None:
     """report.md and its pictures."""
-    pictures = drawn.draw(results, out)
+    pictures = plots.draw(results, out)
     lines = [
         "# An hour on a GPU",
         "",
@@ -41,7 +41,7 @@ def publish_in(results: Results, out: Path, file: Path) -> None:
         raise SystemExit(f"--write: these results say nothing of a GPU, for {why}")
     lines = _tables(results)
     images = file.parent / "images"
-    for picture in drawn.draw(results, out):
+    for picture in plots.draw(results, out):
         shutil.copy(picture, images / f"gpu-{picture.name}")
         lines += ["", f"![{picture.stem}](images/gpu-{picture.name})"]
     publish(
@@ -131,7 +131,7 @@ def _beside(results: Results) -> list[str]:
         lines.append(f"| *{case['title']}, batch {case['batch']}* | | | | |")
         for loop, seconds in case["seconds"].items():
             speed = f"{case['batch'] / statistics.median(seconds):,.0f}"
-            lines.append(f"| {drawn.TITLES[loop]} | {speed} | {_spread(case['ratios'].get(loop))} |")
+            lines.append(f"| {plots.TITLES[loop]} | {speed} | {_spread(case['ratios'].get(loop))} |")
     return lines
 
 
@@ -143,7 +143,7 @@ def _spread(ratios: list[float] | None) -> str:
 
 
 def _speeds(results: Results) -> list[str]:
-    speeds = drawn.speeds(results)
+    speeds = plots.speeds(results)
     if not speeds:
         return []
     lines = ["| training | samples/s | of the device's peak | memory, MiB |", "|---|---:|---:|---:|"]
@@ -172,8 +172,8 @@ def _modes(results: Results) -> list[str]:
     return lines
 
 
-def _step(told: Mapping[str, Any]) -> str:
-    if "ms" not in told:
-        return "failed" if told else ""
-    waits = f" ({told['data']:.1f})" if told["data"] > 0.1 * told["ms"] else ""
-    return f"{told['ms']:.2f}{waits}"
+def _step(timing: Mapping[str, Any]) -> str:
+    if "ms" not in timing:
+        return "failed" if timing else ""
+    waits = f" ({timing['data']:.1f})" if timing["data"] > 0.1 * timing["ms"] else ""
+    return f"{timing['ms']:.2f}{waits}"

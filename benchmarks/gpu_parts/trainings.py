@@ -13,17 +13,17 @@ FEW_IMAGES = ("data.source.train=256", "data.source.valid=64", "train.batch_size
 
 
 def doctor(job: Job) -> str:
-    found = job.run("doctor", "-m", "ddptrain", "doctor", "device=cuda", code=None)
-    problems = re.findall(r"^problem +(\S+)", found.out + found.said, re.MULTILINE)
+    ran = job.run("doctor", "-m", "ddptrain", "doctor", "device=cuda", code=None)
+    problems = re.findall(r"^problem +(\S+)", ran.out + ran.said, re.MULTILINE)
     job.figure("problems", problems)
-    job.figure("warnings", re.findall(r"^warning +(\S+)", found.out + found.said, re.MULTILINE))
+    job.figure("warnings", re.findall(r"^warning +(\S+)", ran.out + ran.said, re.MULTILINE))
     if (
         problems
         and is_simulated(job.lacks)
         and set(problems) <= {"no-gpu", "computes-wrong", "all-reduce-fails"}
     ):
         raise NotHere(f"{', '.join(problems)}, says doctor of a simulated device, as it should")
-    need(found.code == 0 and not problems, f"exit code {found.code}, problems: {', '.join(problems)}")
+    need(ran.code == 0 and not problems, f"exit code {ran.code}, problems: {', '.join(problems)}")
     return "no problem found"
 
 
@@ -45,7 +45,7 @@ def tests(job: Job) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) + without
 
 
-NEEDING = {"trace": "profiles", "graphs": "graphs", "compile": "compiles"}
+NEEDING = {"trace": "profiles"}
 """Tests with such a word in their names need the device to have an ability."""
 
 
@@ -54,12 +54,12 @@ def yolo(job: Job) -> str:
     words = ["recipe=yolo_shapes", f"train.steps={steps}", f"train.eval_every={every}", f"log.every={every}"]
     if job.small:
         words += ["data.source.train=32", "data.source.valid=16", "train.batch_size=8"]
-    found = job.train("yolo", *words)
-    job.figure("speed", speed(found))
-    job.figure("valid", found.valid)
-    need(len(found.valid) == steps // every, f"{len(found.valid)} evaluations, not {steps // every}")
-    need(all(0 <= row["mAP"] <= 1 for row in found.valid), "an mAP is not from 0 to 1")
-    return f"{steps} steps and {len(found.valid)} evaluations, {_falls(found, job)}"
+    training = job.train("yolo", *words)
+    job.figure("speed", speed(training))
+    job.figure("valid", training.valid)
+    need(len(training.valid) == steps // every, f"{len(training.valid)} evaluations, not {steps // every}")
+    need(all(0 <= row["mAP"] <= 1 for row in training.valid), "an mAP is not from 0 to 1")
+    return f"{steps} steps and {len(training.valid)} evaluations, {_falls(training, job)}"
 
 
 def cnn(job: Job) -> str:
@@ -69,11 +69,11 @@ def cnn(job: Job) -> str:
         f"train.steps={job.pick(400, 6)}",
         f"log.every={job.pick(20, 2)}",
     ]
-    found = job.train("cnn", *words, *(FEW_IMAGES if job.small else ()))
-    job.figure("speed", speed(found))
-    accuracy = found.valid[-1]["accuracy"]
+    training = job.train("cnn", *words, *(FEW_IMAGES if job.small else ()))
+    job.figure("speed", speed(training))
+    accuracy = training.valid[-1]["accuracy"]
     need(job.small or accuracy > 0.9, f"accuracy {accuracy} after 400 steps; on a CPU it is over 0.9")
-    return f"accuracy {accuracy:.3f}, {_falls(found, job)}"
+    return f"accuracy {accuracy:.3f}, {_falls(training, job)}"
 
 
 def lstm(job: Job) -> str:
@@ -86,11 +86,11 @@ def transformer(job: Job) -> str:
 
 def _text(job: Job, recipe: str) -> str:
     steps = job.pick(100, 4)
-    found = job.train("text", f"recipe={recipe}", *text_words(job), f"train.steps={steps}", "log.every=2")
-    job.figure("speed", speed(found))
-    bits = found.valid[-1]["bits_per_byte"]
+    training = job.train("text", f"recipe={recipe}", *text_words(job), f"train.steps={steps}", "log.every=2")
+    job.figure("speed", speed(training))
+    bits = training.valid[-1]["bits_per_byte"]
     need(job.small or bits < 6, f"{bits:.2f} bits per byte after {steps} steps")
-    return f"{bits:.2f} bits per byte, {_falls(found, job)}"
+    return f"{bits:.2f} bits per byte, {_falls(training, job)}"
 
 
 def text_words(job: Job) -> list[str]:
@@ -124,8 +124,8 @@ def sanitizer(job: Job) -> str:
     for resident in ("true", "false"):
         words = ["recipe=cnn_cifar10", "data=shapes", f"data.resident={resident}", *FEW_IMAGES]
         name = f"resident-{resident}"
-        found = job.train(name, *words, f"train.steps={job.pick(30, 4)}", TORCH_CUDA_SANITIZER="1")
-        need("race" not in found.ran.said.lower(), f"{name}: a race between streams, see {name}.err")
+        training = job.train(name, *words, f"train.steps={job.pick(30, 4)}", TORCH_CUDA_SANITIZER="1")
+        need("race" not in training.ran.said.lower(), f"{name}: a race between streams, see {name}.err")
     return "no race between streams"
 
 
@@ -156,10 +156,10 @@ def speedrun(job: Job, *more: str) -> str:
         sizes = ["model.width=8", "optim.head_lr=104", "optim.bias_lr=11", "train.batch_size=64"]
         sizes += ["data.source.train=512", "data.source.valid=64", "train.steps=4", "log.every=2"]
         sizes += ["data.source.seed=0", "train.eval_batch_size=64"]
-    found = job.train("speedrun", "recipe=speedrun_cifar10", "data=shapes", *sizes, *more)
-    job.figure("speed", speed(found))
-    accuracy = found.valid[-1]["accuracy"]
-    rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d.,]+) samples/s", found.ran.said)]
+    training = job.train("speedrun", "recipe=speedrun_cifar10", "data=shapes", *sizes, *more)
+    job.figure("speed", speed(training))
+    accuracy = training.valid[-1]["accuracy"]
+    rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d.,]+) samples/s", training.ran.said)]
     job.figure("samples_per_s_of_log_lines", rates)
     need(job.small or accuracy > 0.9, f"accuracy {accuracy}; on a CPU, at an eighth of the width, 1.0")
     seconds = f", 373,248 samples in {373_248 / rates[-1]:.2f} s" if rates and not job.small else ""
@@ -257,9 +257,9 @@ def _benched(job: Job, *words: str) -> str:
     return f"{name}: {fastest[-1].strip()}"
 
 
-def _falls(found: Trained, job: Job) -> str:
+def _falls(training: Trained, job: Job) -> str:
     """A loss that has fallen, by the median of its first and last three."""
-    first, last = statistics.median(found.losses[:3]), statistics.median(found.losses[-3:])
+    first, last = statistics.median(training.losses[:3]), statistics.median(training.losses[-3:])
     if not job.small and not last < first:
         raise Failed(f"the loss has not fallen: {first:.3f} at first, {last:.3f} at last")
-    return f"loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}"
+    return f"loss {training.losses[0]:.3f} to {training.losses[-1]:.3f}"

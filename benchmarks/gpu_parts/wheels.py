@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpu_parts.part import ROOT
 
-MISSING = ("hydra-core", "omegaconf", "faster-coco-eval")
+MISSING = ("hydra-core", "omegaconf", "faster-coco-eval", "cloudpickle")
 """Dependencies of the project that an image with torch in it seldom has."""
 BESIDE = ("antlr4-python3-runtime==4.9.3", "setuptools>=77")
 """What these need in turn, and what installs the checkout. antlr4 has a source archive only, and its wheel is

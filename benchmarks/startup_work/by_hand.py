@@ -16,7 +16,7 @@ network = bare = model()
 if size > 1:
     network = DistributedDataParallel(bare, gradient_as_bucket_view=True)
 network.train()
-optimizer = torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9, nesterov=True, fused=True)
+optimizer = torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9, fused=True)
 inputs, labels = rows()
 writer = SummaryWriter("tensorboard") if rank == 0 else None
 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

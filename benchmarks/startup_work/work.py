@@ -37,8 +37,8 @@ def first_step_is_done() -> None:
 
     def note() -> None:
         # not getrusage's, which begins with what the process was before its exec
-        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        said = {"first_step": first_step, "peak_mb": int(found[1]) / 1024 if found else 0.0}
+        peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        said = {"first_step": first_step, "peak_mb": int(peak[1]) / 1024 if peak else 0.0}
         (folder / f"note-{rank}.json").write_text(json.dumps(said))
 
     atexit.register(note)

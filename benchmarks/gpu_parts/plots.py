@@ -22,6 +22,7 @@ PHASES = {
     "backward": "#5eead4",
     "all_reduce": "#7e22ce",
     "optimizer": "#c2410c",
+    "replay": "#f59e0b",
     "logging": "#a8a29e",
     "evaluating": "#d6d3d1",
     "drawing": "#e7e5e4",
@@ -48,15 +49,15 @@ def draw(results: Mapping[str, Any], out: Path) -> list[Path]:
     if cases:
         draw_ratios(cases, f"median and quartiles; {where}", out / "ratios.png")
         files.append(out / "ratios.png")
-    if found := speeds(results):
-        files.append(_phases(found, where, out / "time.png"))
+    if measured := speeds(results):
+        files.append(_phases(measured, where, out / "time.png"))
     return files
 
 
 def speeds(results: Mapping[str, Any]) -> dict[str, Any]:
     """What each training said of its time."""
     figures = {name: part["figures"] for name, part in results["parts"].items()}
-    return {name: found["speed"] for name, found in figures.items() if "speed" in found}
+    return {name: measured["speed"] for name, measured in figures.items() if "speed" in measured}
 
 
 def _losses(rows: Mapping[str, Any], where: str, file: Path) -> Path:
@@ -96,7 +97,7 @@ def _losses(rows: Mapping[str, Any], where: str, file: Path) -> Path:
     return file
 
 
-def _phases(found: Mapping[str, Any], where: str, file: Path) -> Path:
+def _phases(measured: Mapping[str, Any], where: str, file: Path) -> Path:
     """Where each training's time went, as shares."""
     import matplotlib
 
@@ -104,14 +105,14 @@ def _phases(found: Mapping[str, Any], where: str, file: Path) -> Path:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.4 * len(found)), layout="constrained")
-    for place, speed in enumerate(found.values()):
+    figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.4 * len(measured)), layout="constrained")
+    for place, speed in enumerate(measured.values()):
         left = 0.0
         for phase, colour in PHASES.items():
             share = speed["time"].get(phase, 0.0)
             axis.barh(place, share, left=left, color=colour, height=0.7)
             left += share
-    axis.set_yticks(range(len(found)), list(found), fontsize=8)
+    axis.set_yticks(range(len(measured)), list(measured), fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1)
     axis.tick_params(labelsize=8)
