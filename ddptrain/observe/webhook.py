@@ -48,7 +48,7 @@ class Webhook(Observer):
         self._process = start_module(
             "ddptrain.observe.webhook_post", [],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
         run = {
             "run": str(event.run.folder.resolve()),

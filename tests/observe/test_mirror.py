@@ -515,6 +515,19 @@ def sender_process(run: Path) -> int:
     raise AssertionError("it is not there")
 
 
+def test_the_process_that_sends_yields_to_the_training(tmp_path: Path) -> None:
+    """A nice value counts within a session only: sched(7), "The autogroup feature"."""
+    line = [*WORDS.split(), "run.dir=run", f"run.mirror={tmp_path}/mirror", "train.steps=100000"]
+    with started(tmp_path, line) as job:
+        read_until(job, "step ")
+        sender, own = sender_process(tmp_path / "run"), os.getpriority(os.PRIO_PROCESS, job.pid)
+        while os.getpriority(os.PRIO_PROCESS, sender) == own:  # it is starting
+            time.sleep(0.1)
+        assert os.getsid(sender) == os.getsid(job.pid)
+        job.terminate()
+        job.communicate()
+
+
 def test_a_process_that_sends_no_more_is_told_of(tmp_path: Path) -> None:
     line = [*WORDS.split(), "run.dir=run", f"run.mirror={tmp_path}/mirror", "train.steps=100000"]
     with started(tmp_path, line) as job:

@@ -51,7 +51,7 @@ class _Sending:
         self._process = start_module(
             "ddptrain.observe.mirror.send", [str(folder.absolute()), url],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
         self._listener = threading.Thread(target=self._listen, name="mirror", daemon=True)
         self._listener.start()
