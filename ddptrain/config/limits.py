@@ -19,6 +19,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
 
+from ddptrain.config.arguments import GROUPS
 from ddptrain.errors import UserError
 
 LARGEST = 256 * 1024
@@ -65,7 +66,8 @@ def read_config(path: Path) -> DictConfig:
 def named_defaults(config: DictConfig, path: Path) -> list[str]:
     """Every group, config and package that a YAML's ``defaults`` name.
 
-    Raises UserError where they are no list of names, or lead out of the folders of YAMLs.
+    Raises UserError where they are no list of names, add a group that every run has, or lead out of the
+    folders of YAMLs.
     """
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
@@ -80,6 +82,10 @@ def named_defaults(config: DictConfig, path: Path) -> list[str]:
         choices = [group, *(choice if isinstance(choice, list) else [choice or ""])]
         if not all(isinstance(name, str) for name in choices):
             raise UserError(problem)
+        if (section := re.sub(r"(override |optional |/)*", "", group)) in GROUPS and isinstance(item, dict):
+            right = choice if section == "recipe" else f"override /{section}: {choice}"
+            if f"{group}: {choice}" != right:
+                raise UserError(f"{path}: defaults: `- {group}: {choice}` must be `- {right}`.")
         names += choices
     for name in names:
         if re.search(r"\.\.|//|\\|~|\$\{", name):

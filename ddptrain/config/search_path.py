@@ -117,6 +117,10 @@ class _Folder(FileConfigSource):
         names = [config_path, header["package"] or "", *config, *named_defaults(config, path)]
         if any("hydra" in re.split(r"[^\w-]+", str(name)) for name in names):
             raise UserError(f"{path}: sets keys of Hydra's own (hydra...), which no recipe may; remove them.")
+        if config_path.startswith("recipe/") and header["package"] is None:
+            raise UserError(
+                f"{path}: its first line must be `# @package _global_`, so that its sections are the run's."
+            )
         return ConfigResult(self.provider, self.full_path(), config, header)
 
 

@@ -191,6 +191,9 @@ finally:
     assert ended.stdout.splitlines()[-1] == "False", ended
 
 
+_HEAD = "# @package _global_\ndefaults:\n"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -212,6 +215,26 @@ def test_a_list_in_the_place_of_a_section_is_named_with_its_file(
     )
     message = early_refusal(tmp_path, "--config-dir=conf recipe=mine device=cpu")
     assert message.startswith(f"conf/recipe/mine.yaml: {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {epochs: 3}", "its first line must be `# @package _global_`"),
+        (f"{_HEAD}  - model: cnn", "`- model: cnn` must be `- override /model: cnn`"),
+        (f"{_HEAD}  - /model: cnn", "`- /model: cnn` must be `- override /model: cnn`"),
+        (f"{_HEAD}  - override model: cnn", "`- override model: cnn` must be `- override /model: cnn`"),
+        (f"{_HEAD}  - recipe: cnn_digits", "`- recipe: cnn_digits` must be `- cnn_digits`"),
+    ],
+)
+def test_a_recipe_that_composes_nothing_is_told_which_line_to_write(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "conf/recipe").mkdir(parents=True)
+    (tmp_path / "conf/recipe/mine.yaml").write_text(text)
+    message = early_refusal(tmp_path, "--config-dir=conf recipe=mine device=cpu")
+    assert "conf/recipe/mine.yaml: " in message
+    assert said in message
 
 
 # -- verbs and the environment ---------------------------------------------------------------------

@@ -229,8 +229,8 @@ def test_what_holds_no_keys_is_no_recipe(place: Place, text: str) -> None:
 
 
 def test_recipes_that_include_each_other_are_refused(place: Place) -> None:
-    place.recipe("defaults:\n  - /recipe/other\n")
-    place.recipe("defaults:\n  - /recipe/evil\n", "recipe/other")
+    place.recipe("# @package _global_\ndefaults:\n  - /recipe/other\n")
+    place.recipe("# @package _global_\ndefaults:\n  - /recipe/evil\n", "recipe/other")
     assert "include each other" in place.refused(EVIL)
 
 
