@@ -144,7 +144,7 @@ CASES = {
         },
     ),
     "saves": Case(
-        "--config-dir={folder}/conf recipe=large observers=[console,jsonl]",
+        "--config-dir={folder}/conf --trust=beside recipe=large observers=[console,jsonl]",
         7,
         {
             "no saves": "checkpoint.every=7",
