@@ -1,7 +1,7 @@
 """What works beside a training costs its steps, on the CPU: all that watches a run, and checkpoints in parts
 that are written in the background. Runs with it and without take turns.
 
-    python benchmarks/beside.py                                  # a Markdown table, in some 40 minutes
+    python benchmarks/beside.py                                  # a Markdown table, in some three hours
     python benchmarks/beside.py --cases watched --rounds 20
     python benchmarks/beside.py --cases saves --rounds 3 --blocks 8
     python benchmarks/beside.py --write FILE                     # and into that file, between its markers

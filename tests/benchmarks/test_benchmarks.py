@@ -37,6 +37,13 @@ def test_strict_and_fast_take_turns() -> None:
         assert f"| a network of two convolutions, {ranks} | " in done.stdout
 
 
+@pytest.mark.long
+def test_runs_with_saves_and_without_take_turns() -> None:
+    done = start(*["beside.py", "--cases", "saves", "--rounds", "1", "--blocks", "2", "--seconds", "0"])
+    assert done.returncode == 0, done.stderr
+    assert "| saves: in the background | " in done.stdout
+
+
 @pytest.mark.timeout(600)  # beside other tests a trainer of two threads waits for the cores
 @pytest.mark.parametrize(
     "words",
