@@ -4,7 +4,7 @@ that are written in the background. Runs with it and without take turns.
     python benchmarks/beside.py                                  # a Markdown table, in some three hours
     python benchmarks/beside.py --cases watched --rounds 20
     python benchmarks/beside.py --cases saves --rounds 3 --blocks 8
-    python benchmarks/beside.py --write FILE                     # and into that file, between its markers
+    python benchmarks/beside.py --write docs/performance.md      # and into that file, between its markers
 
 A run's seconds are those between its first and last log line, saves included. In `saves` each of the blocks
 sleeps, as a host does while its GPU computes: where all cores train, whatever is written in the background

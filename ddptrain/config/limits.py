@@ -82,7 +82,8 @@ def named_defaults(config: DictConfig, path: Path) -> list[str]:
         choices = [group, *(choice if isinstance(choice, list) else [choice or ""])]
         if not all(isinstance(name, str) for name in choices):
             raise UserError(problem)
-        if (section := re.sub(r"^(override |optional |/)*", "", group)) in GROUPS and isinstance(item, dict):
+        section = re.sub(r"^(override |optional |/)*", "", group)
+        if isinstance(item, dict) and section in GROUPS:
             right = choice if section == "recipe" else f"override /{section}: {choice}"
             if f"{group}: {choice}" != right:
                 raise UserError(f"{path}: defaults: `- {group}: {choice}` must be `- {right}`.")
