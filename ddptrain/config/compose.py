@@ -294,6 +294,10 @@ def _unknown_choice(error: MissingConfigException) -> str:
 
 def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
     cause = error.__cause__ or error.__context__
+    if unmatched := re.search(r"In '(.+)': Could not override '(.+)'\. No match", str(error)):
+        where, group = unmatched.groups()
+        hint = did_you_mean(group, GROUPS)
+        return f"{where}.yaml: defaults: there is no group {group}.{hint} There are {', '.join(GROUPS)}."
     if not isinstance(cause, OmegaConfBaseException):
         return _one_line(error)
     if merged := re.search(r"Error merging override (.+)", str(error)):

@@ -237,6 +237,13 @@ def test_a_recipe_that_composes_nothing_is_told_which_line_to_write(
     assert said in message
 
 
+def test_a_mistyped_group_in_a_recipe_is_named(tmp_path: Path) -> None:
+    (tmp_path / "conf/recipe").mkdir(parents=True)
+    (tmp_path / "conf/recipe/mine.yaml").write_text(f"{_HEAD}  - override /modle: cnn")
+    message = early_refusal(tmp_path, "--config-dir=conf recipe=mine device=cpu")
+    assert message.startswith("recipe/mine.yaml: defaults: there is no group modle. Did you mean model?")
+
+
 # -- verbs and the environment ---------------------------------------------------------------------
 
 
