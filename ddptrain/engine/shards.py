@@ -9,7 +9,8 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -95,6 +96,18 @@ def write_parts(
         raise
 
 
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """What torch.save writes has no CRC-32, whose computing takes most of its time: the manifest has a
+    SHA-256."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def _written(
     parts: dict[str, Any], folder: Path, world: World, group: dist.ProcessGroup | None
 ) -> dict[str, dict[str, Any]]:
@@ -103,7 +116,8 @@ def _written(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        save(parts, storage_writer=FileSystemWriter(folder), process_group=group)
+        with without_crc32():
+            save(parts, storage_writer=FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
         needed = sum(part.numel() * part.element_size() for part in parts.values())
         raise _refused(folder, next(iter(error.failures.values()))[0], needed) from error
