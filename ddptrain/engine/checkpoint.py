@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -252,9 +251,9 @@ class Checkpointer:
 
 
 def _let_others_first() -> None:
-    """What computes goes before the thread that writes: on Linux a thread has a nice value of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    """What computes goes before the thread that writes."""
+    if sys.platform == "linux":  # where it is a thread's own (nice(2))
+        os.nice(_NICE)
 
 
 def _is_alike(copy: Any, part: Any) -> bool:

@@ -53,7 +53,8 @@ def deployed(
         if suppress is None
         else partial(difference_of_lists, least_score=suppress.least_score)
     )
-    about = {**data.preparation(), **({} if suppress is None else suppress.as_json()), "outputs": outputs}
+    limits = {"overlap": overlap} if suppress is None else suppress.as_json()
+    about = {**data.preparation(), **limits, "outputs": outputs}
     example = _example(batch, data.size)
     validation = _Validation(data.classes, overlap)
     return Deployed(

@@ -81,8 +81,9 @@ class Reports:
             figures["confusion"] = confusion(pictures, self._data.classes)
             figures["by_size"] = by_size(pictures)
             figures["against_score"] = against_score(self._data.valid, self._reported)
-            if most_wrong := worst(pictures, _SHOWN):
-                figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
+            # the first ones where none is wrong: else an earlier evaluation's picture would stay
+            most_wrong = worst(pictures, _SHOWN) or range(min(_SHOWN, self._data.valid_size))
+            figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
         return figures
 
     def predict(self, model: nn.Module, source: str, out: str, score: float, track: Track) -> Iterator[str]:

@@ -20,9 +20,11 @@ from ddptrain.api import UserError
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.pictures import ENDINGS as PICTURES
 from ddptrain.data.pictures import claim
+from ddptrain.data.stream.store import shown
 from ddptrain.recipes.detection.detections import Detections, without_doubles
 from ddptrain.recipes.detection.draw import annotated
 from ddptrain.recipes.detection.predict import within
+from ddptrain.text import counted
 
 log = logging.getLogger("ddptrain")
 
@@ -85,7 +87,8 @@ def filmed(
     first = next(frames)  # before anything is written
     claim(out)
     tracks = _Tracks(least_score, first.rate) if track == "bytetrack" else None
-    name = Path(source).stem if Path(source).suffix else "camera"
+    path = Path(urlsplit(source).path if "://" in source else source)
+    name = path.stem if path.suffix else "camera"
     begun = reported = time.perf_counter()
     count = 0
     try:
@@ -107,7 +110,7 @@ def filmed(
                 count += 1
                 if (now := time.perf_counter()) - reported >= 1:
                     reported = now
-                    yield f"{source}: {count} frames, {count / (now - begun):.1f} frames/s\n"
+                    yield f"{_shown(source)}: {count} frames, {count / (now - begun):.1f} frames/s\n"
     except (av.error.FFmpegError, OSError) as error:
         raise UserError(f"out={out}: can't be written ({error.strerror}).") from error
     speed = count / (time.perf_counter() - begun)
@@ -124,47 +127,61 @@ class _Frame(NamedTuple):
     aspect: Fraction
 
 
+def _shown(source: str) -> str:
+    return shown(source) if "://" in source else source
+
+
 def _frames(source: str) -> Iterator[_Frame]:
-    """Raises UserError where there is none; one that can't be read ends them with a warning."""
+    """Raises UserError where there is none. What can't be decoded is left out, and a source that can't be
+    read any further ends them, each with a warning."""
     import av
 
     address, form = (_CAMERA if source == "camera" else source), None
+    where = _shown(source)
     if address.startswith("/dev/video"):
         form = "v4l2"
     elif Path(address).is_file():
         address = f"file:{address}"  # a colon in its name is no protocol
-    count, begin, elapsed = 0, 0.0, 0.0
+    count, damaged, begin, elapsed = 0, 0, 0.0, 0.0
     try:
         with av.open(address, format=form) as container:
             stream = next(iter(container.streams.video), None)
             if stream is None:
-                raise UserError(f"source={source}: has no pictures, only sound or data.")
+                raise UserError(f"source={where}: has no pictures, only sound or data.")
             stream.thread_type = "AUTO"
             rate = stream.average_rate or _USUAL_RATE
-            for frame in container.decode(stream):
-                pixels = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
-                pixels = torch.rot90(pixels, frame.rotation // 90, (1, 2))  # as phones note it
-                aspect = stream.sample_aspect_ratio or Fraction(1)
-                if count == 0:
-                    begin = frame.time or 0.0
-                else:  # what follows has a later time, whatever the file says
-                    known = elapsed if frame.time is None else frame.time - begin
-                    elapsed = known if known > elapsed else elapsed + float(1 / rate)
-                count += 1
-                yield _Frame(pixels, elapsed, rate, 1 / aspect if frame.rotation % 180 else aspect)
+            for packet in container.demux(stream):
+                try:
+                    decoded = packet.decode()
+                except av.error.InvalidDataError:
+                    damaged += 1
+                    continue
+                for frame in decoded:
+                    pixels = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+                    pixels = torch.rot90(pixels, frame.rotation // 90, (1, 2))  # as phones note it
+                    aspect = stream.sample_aspect_ratio or Fraction(1)
+                    if count == 0:
+                        begin = frame.time or 0.0
+                    else:  # what follows has a later time, whatever the file says
+                        known = elapsed if frame.time is None else frame.time - begin
+                        elapsed = known if known > elapsed else elapsed + float(1 / rate)
+                    count += 1
+                    yield _Frame(pixels, elapsed, rate, 1 / aspect if frame.rotation % 180 else aspect)
             # in seconds; a stream and some files don't say; sound may be longer than the pictures
             length = (container.duration or 0) / 1e6
             if stream.duration and stream.time_base:
                 length = float(stream.duration * stream.time_base)
             if elapsed + max(1.0, 2 / float(rate)) < length:
                 message = "note       source=%s: ends after %.1f of %.1f s; is it cut?"
-                log.warning(message, source, elapsed, length)
+                log.warning(message, where, elapsed, length)
     except (av.error.FFmpegError, OSError) as error:
         if count == 0:
-            raise UserError(f"source={source}: can't be read as a video ({error.strerror}).") from error
-        log.warning("note       source=%s: ends after %d frames (%s)", source, count, error.strerror)
+            raise UserError(f"source={where}: can't be read as a video ({error.strerror}).") from error
+        log.warning("note       source=%s: ends after %d frames (%s)", where, count, error.strerror)
     if count == 0:
-        raise UserError(f"source={source}: has no frames.")
+        raise UserError(f"source={where}: has no frames{' that can be decoded' * (damaged > 0)}.")
+    if damaged:
+        log.warning("note       source=%s: %s could not be decoded", where, counted(damaged, "packet"))
 
 
 @final

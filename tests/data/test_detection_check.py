@@ -1,5 +1,6 @@
 """`write ... layout=check`: likely mistakes in labels, each planted one and no others."""
 
+import os
 import re
 from pathlib import Path
 
@@ -77,18 +78,43 @@ def compressed(folder: Path) -> None:
     (folder / "images/train/7.png").unlink()
 
 
+def plain(folder: Path) -> None:
+    """Two of one colour that differ by one pixel, and a copy of one of them."""
+    for name, value in (("train/6", 91), ("train/7", 90), ("val/8", 91)):
+        drawn = torch.full((3, 30, 40), 90, dtype=torch.uint8)
+        drawn[0, 0, 0] = value
+        to_pil_image(drawn).save(folder / f"images/{name}.png")
+
+
+def after_a_bad_line(folder: Path) -> None:
+    label(folder, "train", 3, "0 0.99 0.5 0.2 0.2\n" + SOUND + "0 0.3 0.3 0.25 0.29\n")
+
+
 def broken(folder: Path) -> None:
     truncate(folder / "images/train/4.png")
 
 
+DOUBLES = r"boxes 7 4\.5 17 13\.5 and 7 4\.65 17 13\.35"
 PLANTED = {
-    doubled: [("doubled", r"train: images/train/3\.png: boxes 1 and 3 \(cat\) are one: IoU 0\.97")],
-    two_classes: [("doubled", r"val: images/val/9\.png: boxes 2 and 3 \(dog and cat\) are one: IoU 1\.00")],
-    tiny: [("tiny", r"train: images/train/1\.png: box 3 \(cat\) is 3\.2 x 9\.6 pixels at data\.size=64")],
+    doubled: [("doubled", rf"train: images/train/3\.png: {DOUBLES} \(cat\) are one: IoU 0\.97")],
+    two_classes: [
+        ("doubled", r"val: images/val/9\.png: boxes (.*) and \1 \(dog and cat\) are one: IoU 1\.00")
+    ],
+    tiny: [
+        (
+            "tiny",
+            r"train: images/train/1\.png: box 19 24 21 30 \(cat\) is 3\.2 x 9\.6 pixels at data\.size=64",
+        )
+    ],
     outside: [("left out", r".*labels/train/0\.txt, line 3: box 0\.99 .* leaves the picture of .*")],
     rare: [("classes", "train: emu: 1 object"), ("classes", "val: emu: 0 objects")],
     copied: [("in both parts", r"train: images/train/2\.png = val: images/val/9\.png")],
     compressed: [("twice", r"train: images/train/6\.png = train: images/train/7\.jpg")],
+    plain: [("in both parts", r"train: images/train/6\.png = val: images/val/8\.png")],
+    after_a_bad_line: [
+        ("left out", r".*labels/train/3\.txt, line 1: .*"),
+        ("doubled", rf"train: images/train/3\.png: {DOUBLES} \(cat\) are one: IoU 0\.97"),
+    ],
     broken: [("left out", r".*images/train/4\.png: .*")],
 }
 
@@ -101,6 +127,15 @@ def test_each_mistake_is_found_and_nothing_else(plant: object, folder: Path) -> 
     assert [kind for kind, _ in found] == [kind for kind, _ in expected]
     for (_, line), (_, pattern) in zip(found, expected, strict=True):
         assert re.fullmatch(pattern, line), line
+
+
+def test_names_that_are_no_utf8(folder: Path, tmp_path: Path) -> None:
+    for kind, ending in (("images", b"png"), ("labels", b"txt")):
+        place = folder / kind / "train"
+        (place / f"3.{ending.decode()}").rename(os.fsdecode(os.fsencode(place) + b"/caf\xe9." + ending))
+    opened = YoloFiles(str(folder / "data.yaml")).forgiving().open(Path())
+    list(write_check(opened, tmp_path / "seen", 1))
+    assert r"images/train/caf\udce9.png: box" in (tmp_path / "seen/mistakes.txt").read_text()
 
 
 def test_sizes_that_a_json_tells_wrongly(tmp_path: Path) -> None:

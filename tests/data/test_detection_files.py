@@ -164,6 +164,13 @@ def test_without_val_every_tenth_is_held_out(tmp_path: Path) -> None:
     assert sorted([*opened.train.names, *opened.valid.names]) == ordered
 
 
+@pytest.mark.parametrize("key", ["val", "valid", "validation"])
+def test_the_part_for_validation_has_three_names(key: str, tmp_path: Path) -> None:
+    described = {"val": None, key: "images/val"}
+    opened = YoloFiles(str(yolo_set(tmp_path, **described))).open(NOWHERE)
+    assert list(opened.valid.names) == ["images/val/0.png"]
+
+
 def test_lists_folders_and_roots_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     yolo_set(tmp_path / "set", count=2)
     picture(tmp_path / "set" / "more" / "images" / "deep" / "x.png")

@@ -1,7 +1,10 @@
 """A checkpoint is whole or absent, and damage is noticed (design promise 5)."""
 
 import json
+import os
 import pickle
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,19 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
     assert unpack(newest)["step"] == 100
     assert newest.manifest["step"] == 100
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-100"]  # nothing left aside
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a nice value is the process's")
+def test_the_thread_that_writes_lets_others_go_first(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, 2, background=True)
+    checkpointer.save(state(1), {"step": 1})
+    checkpointer.finish()
+    own, [writer] = os.getpriority(os.PRIO_PROCESS, 0), named_threads("checkpoint")
+    assert os.getpriority(os.PRIO_PROCESS, writer) == min(own + 10, 19)
+
+
+def named_threads(name: str) -> list[int]:
+    return [one.native_id for one in threading.enumerate() if one.name.startswith(name) and one.native_id]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no state", "no manifest", "bad manifest"])

@@ -5,6 +5,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -80,10 +81,11 @@ def write_check(opened: DetectionSet, folder: Path, size: int) -> Iterator[str]:
     for mistake in find_mistakes(opened, size):
         mistakes[mistake.kind].append(mistake)
     lines = [f"{kind}: {mistake.line}" for kind in _KINDS for mistake in mistakes[kind]]
-    (folder / "mistakes.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    text = "".join(f"{line}\n" for line in lines)
+    (folder / "mistakes.txt").write_text(text, "utf-8", "backslashreplace")  # names need not be UTF-8
     (folder / "pictures").mkdir()
     sections = [_section(title, mistakes[kind], folder, kind) for kind, title in _KINDS.items()]
-    (folder / "index.html").write_text(_page(opened, "".join(sections)), encoding="utf-8")
+    (folder / "index.html").write_text(_page(opened, "".join(sections)), "utf-8", "backslashreplace")
     for kind, title in _KINDS.items():
         yield f"{len(mistakes[kind]):6,}  {title.lower()}"
     yield f"{folder / 'mistakes.txt'} lists them, {folder / 'index.html'} shows them"
@@ -111,15 +113,16 @@ def _of_a_picture(part: str, scenes: Scenes, i: int, classes: Sequence[str], siz
     own = (~on_it.crowd).nonzero()[:, 0].tolist()
     boxes, labels = on_it.boxes[own], on_it.labels[own].tolist()
     overlaps = box_iou(boxes, boxes).triu(1)
+    corners = [" ".join(f"{at:.4g}" for at in box) for box in boxes.tolist()]
     for a, b in (overlaps >= _SAME_OBJECT).nonzero().tolist():
         kinds = " and ".join(dict.fromkeys(classes[labels[box]] for box in (a, b)))
-        line = f"{name}: boxes {own[a] + 1} and {own[b] + 1} ({kinds}) are one: IoU {overlaps[a, b]:.2f}"
+        line = f"{name}: boxes {corners[a]} and {corners[b]} ({kinds}) are one: IoU {overlaps[a, b]:.2f}"
         yield Mistake("doubled", line, [_Seen(scenes, i, (own[a], own[b]))])
     sides = (boxes[:, 2:] - boxes[:, :2]) * (size / int(scenes.sizes[i].max()))
     for a in (sides.amin(1) < _LEAST_SIDE).nonzero()[:, 0].tolist():
         wide, high = sides[a].tolist()
         shown = f"{wide:.1f} x {high:.1f} pixels at data.size={size}"
-        line = f"{name}: box {own[a] + 1} ({classes[labels[a]]}) is {shown}"
+        line = f"{name}: box {corners[a]} ({classes[labels[a]]}) is {shown}"
         yield Mistake("tiny", line, [_Seen(scenes, i, (own[a],))])
 
 
@@ -145,15 +148,17 @@ def _of_classes(opened: DetectionSet) -> Iterator[Mistake]:
 def _of_copies(opened: DetectionSet) -> Iterator[Mistake]:
     """Pictures that are the same to the eye, whatever their files' names, sizes and compression are."""
     whole = [(part, scenes, i) for part, scenes in _parts(opened).items() for i in range(len(scenes))]
-    kept, thumbs = [], []
+    kept, thumbs, exact = [], [], []
     for part, scenes, i in whole:
         try:
-            thumbs.append(_thumbnail(scenes.image(i)))
+            pixels = scenes.image(i)
         except UserError as error:  # its body is broken, which opening the set has not seen
             yield Mistake("left out", str(error))
             continue
         kept.append((part, scenes, i))
-    for a, b in _alike(thumbs):
+        thumbs.append(thumb := _thumbnail(pixels))
+        exact.append(sha256((pixels if _is_flat(thumb) else thumb).numpy().tobytes()).digest())
+    for a, b in _alike(thumbs, exact):
         (part, scenes, i), (other_part, others, j) = kept[a], kept[b]
         line = f"{part}: {scenes.names[i]} = {other_part}: {others.names[j]}"
         kind = "twice" if part == other_part else "in both parts"
@@ -167,14 +172,19 @@ def _thumbnail(pixels: Tensor) -> Tensor:
     return thumb.round().to(torch.uint8)
 
 
-def _alike(thumbs: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Pairs of thumbnails that are the same, by a hash of differences and then by their values."""
+def _is_flat(thumb: Tensor) -> bool:
+    """Whether it shows too little to tell pictures apart."""
+    return bool(thumb.float().std() < _FLAT)
+
+
+def _alike(thumbs: Sequence[Tensor], exact: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Pairs of thumbnails that are the same, by a hash of differences and then by their values. exact: what
+    only copies have in common."""
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, thumb in enumerate(thumbs):
-        grey = thumb.float()
-        if grey.std() < _FLAT:
+        if _is_flat(thumb):
             continue
-        small = functional.interpolate(grey[None, None], (8, 9), mode="area")[0, 0]
+        small = functional.interpolate(thumb.float()[None, None], (8, 9), mode="area")[0, 0]
         bits = (small[:, 1:] > small[:, :-1]).flatten().tolist()
         for band in range(_BANDS):
             part = bits[band::_BANDS]
@@ -186,8 +196,8 @@ def _alike(thumbs: Sequence[Tensor]) -> list[tuple[int, int]]:
             " were compared with each other", most, _MOST_ALIKE,
         )  # fmt: skip
     first_of: dict[bytes, int] = {}
-    for i in sorted({i for alike in buckets.values() for i in alike}):
-        first = first_of.setdefault(thumbs[i].numpy().tobytes(), i)
+    for i, digest in enumerate(exact):
+        first = first_of.setdefault(digest, i)
         candidates |= {(first, i)} if first != i else set()
     return [pair for pair in sorted(candidates) if _difference(*(thumbs[i] for i in pair)) <= _CLOSE]
 

@@ -99,7 +99,8 @@ def _read_layout(file: Path) -> _Layout:
     train = _entries(file, "train", content.get("train"))
     if not train:
         raise UserError(f"{file}: the key train is missing; it must name a folder of images.")
-    valid = _entries(file, "val", content.get("val"))
+    key = next((name for name in ("val", "valid", "validation") if content.get(name)), "val")
+    valid = _entries(file, key, content.get(key))
     return _Layout(file, file.parent / root, train, valid, _names(file, content))
 
 
