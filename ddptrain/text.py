@@ -21,6 +21,10 @@ PLAIN_WIDTH = 160
 """Columns of a table where there is no terminal: a file, a pipe."""
 
 
+SAVED = "all is saved"
+"""Begins the last words of a run that is stopped while observers end."""
+
+
 def counted(number: int, thing: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number} {thing}{'s' * (number != 1)}"

@@ -219,15 +219,19 @@ class Checkpointer:
         """Where checkpoints go: elsewhere, if the run's folder is no longer this run's. On rank 0 only."""
         gone = lost(self._folder.parent)
         if gone is None:
+            self._warn_if_deleted()
             return self._folder
         return gone.beside if gone.now is None else gone.now / self._folder.name
+
+    def _warn_if_deleted(self) -> None:
+        if self._began and not self._folder.is_dir():
+            log.warning("%s was deleted under the run, with the best and earlier ones", self._folder)
+        self._began = True
 
     def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any], written: Future[Shards]) -> None:
         shards = written.result()
         if lost(self._folder.parent) is None:
-            if self._began and not self._folder.is_dir():
-                log.warning("%s was deleted under the run, with the best and earlier ones", self._folder)
-            self._began = True
+            self._warn_if_deleted()
             before = self._folder / _BEST_BEFORE
             kept = before if path.name == _BEST and self._may_go_back(facts["step"]) else None
             try:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain.observe.clock import clock
-from ddptrain.text import finite
+from ddptrain.text import SAVED, finite
 
 _PAUSES_S = (0.0, 2.0, 8.0)
 """Before each try."""
@@ -124,7 +124,11 @@ def main() -> None:
     end = ended(lines, begun["pid"])
     if end is not None and end["outcome"] not in FINISHED:
         _await_last_words(Path(begun["run"]["run"]), begun["pid"])
-    if end is None or end["outcome"] != "stopped":
+    if end is None:  # stopped, and ended while its figures were drawn
+        stopped = _last_words(_log(Path(begun["run"]["run"]))).startswith(SAVED)
+    else:
+        stopped = end["outcome"] == "stopped"
+    if not stopped:
         print(post(begun["url"], message(begun["run"], end)), end="")
 
 

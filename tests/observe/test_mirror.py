@@ -299,6 +299,44 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, harm: str) -> None:
     assert not (tmp_path / "new/checkpoints").exists()
 
 
+@pytest.mark.parametrize("document", ["log.txt", "config.yaml", "metrics.jsonl"])
+def test_a_document_that_is_gone_is_left_out(
+    tmp_path: Path, document: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, mirror = tmp_path / "run", tmp_path / "mirror"
+    store = opened(str(mirror), "run.mirror", 1)
+    run_of(run, 1)
+    for name in ("log.txt", "config.yaml", "metrics.jsonl"):
+        (run / name).write_text(name)
+    sender_of(run, store).send()
+    (mirror / object_key(document, the_index(store).files[document])).unlink()
+    (tmp_path / "new").mkdir()
+    assert restore(str(mirror), tmp_path / "new")
+    for folder in (tmp_path / "new", local_copy(str(mirror), "run")):
+        assert (folder / "checkpoints/step-1/manifest.json").exists()
+        there = {name for name in ("log.txt", "config.yaml", "metrics.jsonl") if (folder / name).exists()}
+        assert there == {"log.txt", "config.yaml", "metrics.jsonl"} - {document}
+    assert caplog.text.count("skipping what is damaged") == 2
+
+
+def test_a_copy_leaves_out_what_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, mirror = tmp_path / "run", tmp_path / "mirror"
+    store = opened(str(mirror), "run.mirror", 1)
+    for step in (1, 2):
+        run_of(run, step)
+    sender_of(run, store).send()
+    files = the_index(store).files
+    (mirror / object_key("checkpoints/step-2/state.pt", files["checkpoints/step-2/state.pt"])).unlink()
+    copy = local_copy(str(mirror), "run")
+    assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-1"]
+    (mirror / object_key("checkpoints/step-1/state.pt", files["checkpoints/step-1/state.pt"])).unlink()
+    shutil.rmtree(copy)
+    with pytest.raises(UserError, match=r"state\.pt"):
+        local_copy(str(mirror), "run")
+
+
 BEGUN = b'{"format": 1, "run": "a", "sender": "b", "files": '
 
 

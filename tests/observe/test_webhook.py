@@ -22,6 +22,7 @@ from ddptrain.api.timing import Timing
 from ddptrain.errors import UserError
 from ddptrain.observe.webhook import Webhook
 from ddptrain.observe.webhook_post import message
+from ddptrain.text import SAVED
 
 RUN = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,webhook] run.dir=run log.every=1"
 
@@ -154,6 +155,20 @@ def test_an_end_is_told(receiver: Receiver, tmp_path: Path, outcome: str) -> Non
 def test_a_stop_is_none(receiver: Receiver, tmp_path: Path) -> None:
     ended(receiver.url, tmp_path, "stopped")
     assert receiver.tried == 0
+
+
+@pytest.mark.parametrize(
+    ("why", "tried"), [(f"{SAVED}; figures or trackers were not done.", 0), ("it stood still.", 1)]
+)
+def test_nor_is_one_that_came_while_figures_were_drawn(
+    receiver: Receiver, tmp_path: Path, why: str, tried: int
+) -> None:
+    (tmp_path / "log.txt").write_text(f"2026-11-26 15:00:00,000 ended      {why}\n")
+    run = {"run": str(tmp_path), "recipe": "mine", "host": "here", "steps": 40}
+    begun = json.dumps({"url": receiver.url, "pid": os.getpid(), "run": run})
+    process = [sys.executable, "-m", "ddptrain.observe.webhook_post"]
+    subprocess.run(process, input=f"{begun}\n", text=True, check=True, timeout=60)
+    assert receiver.tried == tried
 
 
 def test_what_is_not_finite_is_json(receiver: Receiver, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ddptrain.distributed.watchdog.flight_recorder import collectives
 from ddptrain.distributed.watchdog.hang_report import Beat, describe, describe_cut, guilty, stack_of, waits
 from ddptrain.distributed.watchdog.heartbeat import Failure, Heartbeat, is_suspended, started_at
 from ddptrain.errors import ExitCode
-from ddptrain.text import last_words
+from ddptrain.text import SAVED, last_words
 
 log = logging.getLogger("ddptrain")
 
@@ -219,7 +219,7 @@ class Watchdog:
         self._check_lost_ranks()
 
     def _exit_saved(self, when: str) -> None:
-        said = f"all is saved; figures or trackers were not done {when}. Start it again."
+        said = f"{SAVED}; figures or trackers were not done {when}. Start it again."
         self._exit(ExitCode.STOPPED, said if self._world.is_first else "")
 
     def _check_lost_ranks(self) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +33,8 @@ _PART, _MARK = ".restoring", ".restored"
 def restore(url: str, folder: Path) -> bool:
     """Bring a run that goes on to a folder without checkpoints. Returns False where the mirror has none.
 
-    A checkpoint that is damaged there is left out, if there is another one. Raises UserError where the store
-    can't be read, or has no whole checkpoint.
+    What is damaged there is left out. Raises UserError where the store can't be read, or has no whole
+    checkpoint any more.
     """
     store = opened(url, "run.mirror", _RETRY_S)
     _check_apart(store, folder)
@@ -74,9 +74,9 @@ def discard_restored(folder: Path) -> None:
 
 def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
     """A folder of this machine's cache, as the mirrored run is now. key: of the word that names it.
-    checkpoints: are needed.
+    checkpoints: are needed. What is damaged there is left out.
 
-    Raises UserError where there is no run, or it can't be read whole.
+    Raises UserError where there is no run, the store can't be read, or has no whole checkpoint any more.
     """
     store = opened(url, key, _RETRY_S)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ddptrain" / "mirrors"
@@ -88,11 +88,12 @@ def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
             index = read_index(store)
             if index is None:
                 raise UserError(f"{key}={store.shown}: holds no mirrored run.")
-            while (problem := _copy(store, index, folder, checkpoints)) is not None:
-                newest = read_index(store)
-                if newest is None or newest == index:
-                    raise problem
+            problems = _copy(store, index, folder, checkpoints)
+            while problems and (newest := read_index(store)) not in (index, None):
+                assert newest is not None
                 index = newest  # what the other one named may be gone by now
+                problems = _copy(store, index, folder, checkpoints)
+            _skip(index, problems)
     except OSError as error:
         raise UserError(f"{folder}: can't be written ({error.strerror}).") from error
     return folder
@@ -107,17 +108,19 @@ def _check_apart(store: Store, folder: Path) -> None:
 
 
 def _bring_run(store: Store, index: Index, part: Path) -> dict[str, UnusableObject]:
-    """All that the index names, into a new folder. Returns what can't be used, by document or checkpoint."""
-    problems = {}
+    """All that the index names, into a new folder. Returns what `_bring` does."""
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    for name, paths in _pieces(index).items():
-        try:
-            _bring(store, index, paths, part)
-        except UnusableObject as error:
-            problems[name] = error
-            shutil.rmtree(part / name, ignore_errors=True)
-    return problems
+    return _bring(store, index, part)
+
+
+def _skip(index: Index, problems: Mapping[str, UnusableObject]) -> None:
+    """Tell what is left out. Raises UserError where that is every checkpoint."""
+    names = [f"checkpoints/{name}" for name in index.checkpoints()]
+    if names and set(names) <= problems.keys():
+        raise problems[names[0]]
+    for problem in problems.values():
+        log.warning("skipping what is damaged: %s", problem)
 
 
 def _pieces(index: Index) -> dict[str, list[str]]:
@@ -131,13 +134,12 @@ def _pieces(index: Index) -> dict[str, list[str]]:
 
 def _move(store: Store, index: Index, problems: dict[str, UnusableObject], part: Path, folder: Path) -> None:
     """To where the run looks for it, the checkpoints last."""
-    names = [f"checkpoints/{name}" for name in index.checkpoints()]
-    for name, problem in problems.items():
-        if (name in DOCUMENTS and name not in OF_TRACKERS) or set(names) <= problems.keys():
-            raise UserError(f"{problem} Start anew at another address: run.mirror=...")
-        log.warning("skipping what is damaged: %s", problem)
+    try:
+        _skip(index, problems)
+    except UnusableObject as problem:
+        raise UserError(f"{problem} Start anew at another address: run.mirror=...") from problem
     (folder / ID).write_text(f"{index.run}\n{index.sender}")
-    if not names:
+    if not index.checkpoints():
         return
     log.info("restoring  from %s", store.shown)
     (folder / _MARK).touch()
@@ -148,8 +150,8 @@ def _move(store: Store, index: Index, problems: dict[str, UnusableObject], part:
     (part / "checkpoints").rename(folder / "checkpoints")
 
 
-def _copy(store: Store, index: Index, folder: Path, checkpoints: bool) -> UserError | None:
-    """Make a folder what the index names. Returns what went wrong."""
+def _copy(store: Store, index: Index, folder: Path, checkpoints: bool) -> dict[str, UnusableObject]:
+    """Make a folder what the index names. Returns what `_bring` does."""
     known = folder / ID
     if not known.is_file() or known.read_text() != index.run:
         for of_another_run in ("checkpoints", "trackers"):
@@ -158,23 +160,33 @@ def _copy(store: Store, index: Index, folder: Path, checkpoints: bool) -> UserEr
     for name in DOCUMENTS:
         if name not in index.files and name not in OF_TRACKERS:  # a report to a tracker has written those
             (folder / name).unlink(missing_ok=True)
-    wanted = [path for path in index.files if checkpoints or path in DOCUMENTS]
-    try:
-        _bring(store, index, wanted, folder)
-    except UserError as error:
-        return error
+    problems = _bring(store, index, folder, checkpoints)
     if checkpoints:
         _drop_others(folder, index)
-    return None
+    return problems
 
 
-def _bring(store: Store, index: Index, paths: Iterable[str], folder: Path) -> None:
-    """Files of an index into a folder, but for those that are there. Raises UserError."""
-    for path in paths:
-        entry, target = index.files[path], folder / path
-        if not _is(target, entry):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _download(store, path, entry, target)
+def _bring(store: Store, index: Index, folder: Path, checkpoints: bool = True) -> dict[str, UnusableObject]:
+    """Documents of an index, and maybe its checkpoints, into a folder, but for files that are there. Returns
+    what can't be used, by document or checkpoint: no file of it is there then. Raises UserError where the
+    store can't be read."""
+    problems = {}
+    for name, paths in _pieces(index).items():
+        if name not in DOCUMENTS and not checkpoints:
+            continue
+        try:
+            for path in paths:
+                entry, target = index.files[path], folder / path
+                if not _is(target, entry):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    _download(store, path, entry, target)
+        except UnusableObject as error:
+            problems[name] = error
+            if name in DOCUMENTS:
+                (folder / name).unlink(missing_ok=True)
+            else:
+                shutil.rmtree(folder / name, ignore_errors=True)
+    return problems
 
 
 def _download(store: Store, path: str, entry: Entry, target: Path) -> None:

@@ -80,6 +80,8 @@ const show = () => {
   const paths = [...rows.keys()].filter((path) => chosen.has(path));
   const key = paths.map((path) => path + "\n" + rows.get(path).version).join("\n\n");
   if (!paths.length || key === shown) return;
+  const coming = report.querySelector("iframe.next");
+  if (coming && coming.dataset.paths === paths.join("\n")) return;  // a newer one begins when it is there
   shown = key;
   report.querySelectorAll("iframe.next").forEach((frame) => frame.remove());
   const before = report.querySelector("iframe"), frame = document.createElement("iframe");
@@ -93,6 +95,7 @@ const show = () => {
     }
     frame.className = "";
     if (before) before.remove();
+    show();
   });
   report.append(frame);
 };

@@ -75,8 +75,9 @@ class Runs:
         seen, paths = self._seen, chosen[:_MOST]
         if not paths or not all(path in seen for path in paths):
             return None
-        version = " ".join(seen[path][1].version for path in paths)
         with self._writing:  # one at a time: a report on a large sweep takes a second
+            seen = {**seen, **self._seen}  # while it waited, too
+            version = " ".join(seen[path][1].version for path in paths)
             known = self._pages.get(tuple(chosen))
             if known is None or known[0] != version:
                 folders = [self._folder / path for path in paths]
