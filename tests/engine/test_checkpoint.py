@@ -42,15 +42,17 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a nice value is the process's")
 def test_the_thread_that_writes_lets_others_go_first(tmp_path: Path) -> None:
+    before = writers()
     checkpointer = Checkpointer(tmp_path, 2, background=True)
     checkpointer.save(state(1), {"step": 1})
     checkpointer.finish()
-    own, [writer] = os.getpriority(os.PRIO_PROCESS, 0), named_threads("checkpoint")
+    own, [writer] = os.getpriority(os.PRIO_PROCESS, 0), writers() - before
     assert os.getpriority(os.PRIO_PROCESS, writer) == min(own + 10, 19)
 
 
-def named_threads(name: str) -> list[int]:
-    return [one.native_id for one in threading.enumerate() if one.name.startswith(name) and one.native_id]
+def writers() -> set[int]:
+    named = (one for one in threading.enumerate() if one.name.startswith("checkpoint"))
+    return {one.native_id for one in named if one.native_id is not None}
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no state", "no manifest", "bad manifest"])
