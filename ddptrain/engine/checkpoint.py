@@ -106,7 +106,7 @@ class Checkpointer:
                 # by itself torch's async_save does not copy what is on the CPU already (pytorch#144657)
                 kept[name] = part.detach().to("cpu", copy=True)
         self._copies = kept
-        return dict(kept)
+        return kept
 
     def save(
         self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Future[Shards] | None = None

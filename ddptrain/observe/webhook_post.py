@@ -121,13 +121,11 @@ def _await_last_words(folder: Path, rank: int) -> None:
 def main() -> None:
     lines = FileIO(0)  # what a buffer reads ahead would be hidden from select
     begun = json.loads(lines.readline())
-    end = ended(lines, begun["pid"])
+    folder, end = Path(begun["run"]["run"]), ended(lines, begun["pid"])
     if end is not None and end["outcome"] not in FINISHED:
-        _await_last_words(Path(begun["run"]["run"]), begun["pid"])
-    if end is None:  # stopped, and ended while its figures were drawn
-        stopped = _last_words(_log(Path(begun["run"]["run"]))).startswith(SAVED)
-    else:
-        stopped = end["outcome"] == "stopped"
+        _await_last_words(folder, begun["pid"])
+    # one that was ended while it drew figures, after a stop, left only its last words
+    stopped = end["outcome"] == "stopped" if end else _last_words(_log(folder)).startswith(SAVED)
     if not stopped:
         print(post(begun["url"], message(begun["run"], end)), end="")
 

@@ -110,7 +110,7 @@ def filmed(
                 count += 1
                 if (now := time.perf_counter()) - reported >= 1:
                     reported = now
-                    yield f"{_shown(source)}: {count} frames, {count / (now - begun):.1f} frames/s\n"
+                    yield f"{shown(source)}: {count} frames, {count / (now - begun):.1f} frames/s\n"
     except (av.error.FFmpegError, OSError) as error:
         raise UserError(f"out={out}: can't be written ({error.strerror}).") from error
     speed = count / (time.perf_counter() - begun)
@@ -127,17 +127,13 @@ class _Frame(NamedTuple):
     aspect: Fraction
 
 
-def _shown(source: str) -> str:
-    return shown(source) if "://" in source else source
-
-
 def _frames(source: str) -> Iterator[_Frame]:
     """Raises UserError where there is none. What can't be decoded is left out, and a source that can't be
     read any further ends them, each with a warning."""
     import av
 
     address, form = (_CAMERA if source == "camera" else source), None
-    where = _shown(source)
+    where = shown(source)
     if address.startswith("/dev/video"):
         form = "v4l2"
     elif Path(address).is_file():

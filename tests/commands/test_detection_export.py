@@ -28,6 +28,7 @@ from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.recipes.yolo.boxes import decoded, detections
 from ddptrain.recipes.yolo.model import Yolo
+from ddptrain.text import counted
 
 LEAST, OVERLAP, MOST = 0.001, 0.7, 840
 """The little that was learnt gives nearly equal scores: everything that 84 anchors say of ten classes."""
@@ -136,7 +137,9 @@ def test_a_file_and_a_pattern(folder: Path, seen: Path, tmp_path: Path) -> None:
     for source, count in (("pictures/far/000000.png", 1), ("pictures/**/0*[023].png", 3)):
         done = predict(tmp_path, f"run={folder}/run source={folder}/{source} out=out{count} score=0.001")
         assert done.code == 0, done.err
-        assert f"out{count}: pictures, labels and predictions.json for {count} picture" in done.out
+        assert (
+            f"out{count}: pictures, labels and predictions.json for {counted(count, 'picture')}\n" in done.out
+        )
     assert named(tmp_path / "out1/labels") == ["000000.txt"]
     assert named(tmp_path / "out3/labels") == ["000002.txt", "000003.txt", "far/000000.txt"]
     for ours, other in (

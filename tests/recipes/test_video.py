@@ -190,6 +190,12 @@ def test_frames_after_a_damaged_one_are_read(
     assert "1 packet could not be decoded" in caplog.text
 
 
+def test_a_streams_password_is_not_told(data: DetectionData, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        list(filmed(detector([]), data, "rtsp://me:secret@127.0.0.1:9/x", tmp_path / "out", 0.25, "none"))
+    assert str(caught.value).startswith("source=rtsp://***@127.0.0.1:9/x: can't be read as a video")
+
+
 def test_sound_may_be_longer_than_the_pictures(
     data: DetectionData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -312,7 +312,9 @@ def _chunk_size(content: bytes | IO[bytes]) -> int:
 
 
 def shown(url: str) -> str:
-    """An address for people, without a password or a key in it."""
+    """An address for people, without a password or a key in it. A path, which has neither, is as it is."""
+    if "://" not in url:
+        return url
     return re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
 
 

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,10 +44,7 @@ def restore(url: str, folder: Path) -> bool:
         return False
     part = folder / _PART
     try:
-        problems = _bring_run(store, index, part)
-        while problems and (newest := read_index(store)) not in (index, None):
-            assert newest is not None
-            index, problems = newest, _bring_run(store, newest, part)  # the other one's objects may be gone
+        index, problems = _fetched(store, index, lambda index: _bring_run(store, index, part))
         _move(store, index, problems, part, folder)
     except OSError as error:
         raise UserError(f"run.dir={folder}: can't be written ({error.strerror}).") from error
@@ -88,11 +85,7 @@ def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
             index = read_index(store)
             if index is None:
                 raise UserError(f"{key}={store.shown}: holds no mirrored run.")
-            problems = _copy(store, index, folder, checkpoints)
-            while problems and (newest := read_index(store)) not in (index, None):
-                assert newest is not None
-                index = newest  # what the other one named may be gone by now
-                problems = _copy(store, index, folder, checkpoints)
+            index, problems = _fetched(store, index, lambda index: _copy(store, index, folder, checkpoints))
             _skip(index, problems)
     except OSError as error:
         raise UserError(f"{folder}: can't be written ({error.strerror}).") from error
@@ -105,6 +98,18 @@ def _check_apart(store: Store, folder: Path) -> None:
         here, there = folder.resolve(), store.folder.resolve()
         if here.is_relative_to(there) or there.is_relative_to(here):
             raise UserError(f"run.mirror={store.shown}: must be a folder apart from run.dir={folder}.")
+
+
+def _fetched(
+    store: Store, index: Index, fetch: Callable[[Index], dict[str, UnusableObject]]
+) -> tuple[Index, dict[str, UnusableObject]]:
+    """What an index names, or a newer one where that can't be used: the first one's objects may be gone by
+    now. Returns that index, and what of it can't be used."""
+    problems = fetch(index)
+    while problems and (newest := read_index(store)) not in (index, None):
+        assert newest is not None
+        index, problems = newest, fetch(newest)
+    return index, problems
 
 
 def _bring_run(store: Store, index: Index, part: Path) -> dict[str, UnusableObject]:
